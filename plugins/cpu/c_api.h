@@ -1,0 +1,71 @@
+/* The CPU ops for callers without ONNX Runtime (ctypes). Tensors are dense, row-major; index tensors are int32. */
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+enum QwenrtElementType { QWENRT_FLOAT32 = 1, QWENRT_FLOAT16 = 10, QWENRT_BFLOAT16 = 16 }; /* as in ONNX */
+
+/* PagedAttention as qwenrt/plugins/schema.py specifies it. Where kv_cache_out is not kv_cache the pool is copied first. */
+struct QwenrtPagedAttention {
+  const float* qkv;             /* [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim] */
+  const float* q_norm;          /* [head_dim], or null: no norm */
+  const float* k_norm;          /* [head_dim], or null: no norm */
+  const float* rope;            /* [max_positions, head_dim]: cos, then sin */
+  const int32_t* positions;     /* [num_tokens] */
+  const void* kv_cache;         /* [num_blocks, 2, num_kv_heads, block_size, head_dim] */
+  const int32_t* block_tables;  /* [num_seqs, max_blocks] */
+  const int32_t* seq_lens;      /* [num_seqs] */
+  const int32_t* query_start;   /* [num_seqs + 1] */
+  float* attn;                  /* out: [num_tokens, num_heads * head_dim] */
+  void* kv_cache_out;           /* out: as kv_cache */
+  int64_t num_tokens;
+  int64_t max_positions;
+  int64_t num_blocks;
+  int64_t num_seqs;
+  int64_t max_blocks;
+  int64_t num_heads;
+  int64_t num_kv_heads;
+  int64_t head_dim; /* a multiple of 8 */
+  int64_t block_size;
+  int64_t sliding_window; /* -1: none */
+  float scale;
+  float norm_eps;
+  int32_t kv_type; /* QWENRT_FLOAT32 or QWENRT_FLOAT16 */
+};
+
+/* y = x W^T + b. A row of y has the same bits whatever other rows are computed with it. */
+struct QwenrtLinear {
+  const float* x;      /* [rows, depth] */
+  const void* weight;  /* [width, depth] */
+  const float* bias;   /* [width], or null */
+  float* y;            /* out: [rows, width] */
+  int64_t rows;
+  int64_t depth;
+  int64_t width;
+  int32_t weight_type; /* any of QwenrtElementType */
+};
+
+#if defined(__GNUC__)
+#define QWENRT_API __attribute__((visibility("default")))
+#else
+#define QWENRT_API
+#endif
+
+/* Both return 0, or 1 with a line of text in error[0 : error_size] that names the input and the value; then nothing was
+   written. `threads` threads take part, the caller's among them; 0: one per core. */
+QWENRT_API int qwenrt_paged_attention(const struct QwenrtPagedAttention* op, int threads, char* error, size_t error_size);
+QWENRT_API int qwenrt_linear(const struct QwenrtLinear* op, int threads, char* error, size_t error_size);
+
+/* The instruction set in use: "portable", "avx2" or "avx512"; the best that the machine has unless set. Setting one that it
+   lacks or an unknown name returns 1 and changes nothing; null restores the best. Not while an op runs. */
+QWENRT_API const char* qwenrt_isa(void);
+QWENRT_API int qwenrt_set_isa(const char* name);
+
+#ifdef __cplusplus
+}
+#endif

@@ -1,0 +1,41 @@
+// The kernels of each instruction set, and the choice among them.
+#pragma once
+
+#include "attention.h"
+#include "linear.h"
+
+namespace qwenrt {
+
+// All pointers are to memory of the caller; nothing here allocates or throws. A kernel must be given head_dim and lanes that fit:
+// head_dim is a multiple of `lanes`.
+struct Isa {
+  const char* name;
+  int lanes;
+
+  // y for weight rows [first, last) and all rows of x.
+  void (*linear_columns)(const Linear& op, int64_t first, int64_t last);
+
+  // RMSNorm and rotation of one token's q, times scale, to its row of attn, and of its k; k and v to the pool.
+  void (*prepare_token)(const PagedAttention& op, int64_t seq, int64_t token);
+
+  // Attention of a query tile from its rows of attn, in place. `scratch`: attention_scratch(op, rows of the tile) floats.
+  void (*attend)(const PagedAttention& op, const QueryTile& tile, float* scratch);
+
+  // The same in parts, for other threads to share: chunk by chunk, each to its own attention_partial(op, rows) floats (the chunks'
+  // one after the other in `partials`), and when all are done, together.
+  void (*attend_chunk)(const PagedAttention& op, const QueryTile& tile, int64_t chunk, float* scratch, float* partials);
+  void (*merge_chunks)(const PagedAttention& op, const QueryTile& tile, float* scratch, const float* partials);
+};
+
+inline int64_t attention_partial(const PagedAttention& op, int64_t rows) { return rows * (op.head_dim + 2); }
+inline int64_t attention_scratch(const PagedAttention& op, int64_t rows) {
+  return rows * (op.head_dim + kTileKeys + 1) + 2 * attention_partial(op, rows) + 2 * kTileKeys * op.head_dim;
+}
+
+// The instruction set in use for heads of this width: the one that select_isa set, or the best that this machine has.
+const Isa& isa(int64_t head_dim = 0);
+
+// False, and nothing changed, if this machine or this library lacks it; null restores the best.
+bool select_isa(const char* name);
+
+}  // namespace qwenrt

@@ -1,0 +1,85 @@
+// linear_task for one instruction set: include after defining QWENRT_ISA.
+#include <algorithm>
+
+#include "lanes.h"
+#include "linear.h"
+
+namespace qwenrt::QWENRT_ISA {
+namespace {
+
+// A tile's sums and operands fill 16 vector registers: 4 x 3 sums, 3 vectors of x, 1 of the weights.
+constexpr int kTileWidth = 4;
+constexpr int kTileRows = 3;
+// Four weight rows of this depth take half of a 32 KiB first-level cache, the x of one batch half of a 512 KiB second-level cache.
+constexpr int64_t kDepthStep = 1024;
+constexpr int64_t kBatchRows = 64;
+
+// Adds the products of Width weight rows and Rows rows of x over `depth` columns, a multiple of kLanes, to `sums`.
+template <int Width, int Rows, class Weight>
+void multiply_tile(const Weight* weight, const float* x, int64_t stride, int64_t depth, bool first,
+                   Floats (*sums)[kTileWidth]) {
+  Floats local[Rows][Width];
+  for (int m = 0; m < Rows; ++m)
+    for (int n = 0; n < Width; ++n) local[m][n] = first ? zero() : sums[m][n];
+  for (int64_t k = 0; k < depth; k += kLanes) {
+    Floats xs[Rows];
+    for (int m = 0; m < Rows; ++m) xs[m] = load(x + m * stride + k);
+    for (int n = 0; n < Width; ++n) {
+      const Floats w = load(weight + n * stride + k);
+      for (int m = 0; m < Rows; ++m) local[m][n] = multiply_add(xs[m], w, local[m][n]);
+    }
+  }
+  for (int m = 0; m < Rows; ++m)
+    for (int n = 0; n < Width; ++n) sums[m][n] = local[m][n];
+}
+
+// y for `rows` rows of x, at most kBatchRows, and the Width weight rows from `column` on. Sums go through memory between depth
+// steps, in full vectors, so that the order of additions is the same however the depth is cut.
+template <int Width, class Weight>
+void multiply_columns(const Linear& op, const Weight* weight, int64_t row, int64_t rows, int64_t column) {
+  Floats sums[kBatchRows][kTileWidth];
+  const int64_t whole = op.depth / kLanes * kLanes;
+  const Weight* w = weight + column * op.depth;
+  const float* x = op.x + row * op.depth;
+  for (int64_t k = 0; k < whole || k == 0; k += kDepthStep) {
+    const int64_t depth = std::min(kDepthStep, whole - k);
+    int64_t m = 0;
+    for (; m + kTileRows <= rows; m += kTileRows)
+      multiply_tile<Width, kTileRows>(w + k, x + m * op.depth + k, op.depth, depth, k == 0, sums + m);
+    if (rows - m == 2) multiply_tile<Width, 2>(w + k, x + m * op.depth + k, op.depth, depth, k == 0, sums + m);
+    if (rows - m == 1) multiply_tile<Width, 1>(w + k, x + m * op.depth + k, op.depth, depth, k == 0, sums + m);
+  }
+  for (int64_t m = 0; m < rows; ++m)
+    for (int n = 0; n < Width; ++n) {
+      float y = sum(sums[m][n]);
+      for (int64_t k = whole; k < op.depth; ++k) y += x[m * op.depth + k] * to_float(w[n * op.depth + k]);
+      if (op.bias != nullptr) y += op.bias[column + n];
+      op.y[(row + m) * op.width + column + n] = y;
+    }
+}
+
+template <class Weight>
+void multiply(const Linear& op, const Weight* weight, int64_t first, int64_t last) {
+  for (int64_t row = 0; row < op.rows; row += kBatchRows) {
+    const int64_t rows = std::min(kBatchRows, op.rows - row);
+    int64_t column = first;
+    for (; column + kTileWidth <= last; column += kTileWidth)
+      multiply_columns<kTileWidth>(op, weight, row, rows, column);
+    for (; column < last; ++column) multiply_columns<1>(op, weight, row, rows, column);
+  }
+}
+
+}  // namespace
+
+void linear_columns(const Linear& op, int64_t first, int64_t last) {
+  switch (op.weight_type) {
+    case ElementType::kFloat32:
+      return multiply(op, static_cast<const float*>(op.weight), first, last);
+    case ElementType::kFloat16:
+      return multiply(op, static_cast<const Float16*>(op.weight), first, last);
+    case ElementType::kBFloat16:
+      return multiply(op, static_cast<const BFloat16*>(op.weight), first, last);
+  }
+}
+
+}  // namespace qwenrt::QWENRT_ISA

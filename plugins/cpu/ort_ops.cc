@@ -1,0 +1,313 @@
+// The ops as ONNX Runtime's custom ops: one OrtCustomOp per combination of element types.
+#include <onnxruntime_c_api.h>
+
+#include <exception>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "qwenrt_ops.h"
+#include "run.h"
+
+namespace {
+
+using qwenrt::ElementType;
+using qwenrt::InvalidArgument;
+
+constexpr uint32_t kApiVersion = 17;  // the first with KernelContext_ParallelFor
+
+const OrtApi* api = nullptr;
+
+struct StatusError : std::exception {
+  explicit StatusError(OrtStatus* failed) : status(failed) {}
+  OrtStatus* status;
+};
+
+void check(OrtStatus* status) {
+  if (status != nullptr) throw StatusError(status);
+}
+
+// Runs what may throw behind ONNX Runtime's C interface, where nothing may.
+template <class Body>
+OrtStatus* guarded(const Body& body) noexcept {
+  try {
+    body();
+    return nullptr;
+  } catch (const StatusError& e) {
+    return e.status;
+  } catch (const InvalidArgument& e) {
+    return api->CreateStatus(ORT_INVALID_ARGUMENT, e.what());
+  } catch (const std::exception& e) {
+    return api->CreateStatus(ORT_RUNTIME_EXCEPTION, e.what());
+  }
+}
+
+std::string to_string(const std::vector<int64_t>& shape) {
+  std::string text = "[";
+  for (const int64_t size : shape) text += (text.size() > 1 ? ", " : "") + std::to_string(size);
+  return text + "]";
+}
+
+struct Tensor {
+  const char* name;
+  const void* data;
+  std::vector<int64_t> shape;
+
+  template <class T>
+  const T* as() const {
+    return static_cast<const T*>(data);
+  }
+
+  void expect_rank(size_t rank) const {
+    if (shape.size() != rank)
+      throw InvalidArgument(std::string(name) + " has shape " + to_string(shape) + ", expected " + std::to_string(rank) +
+                            (rank == 1 ? " dimension" : " dimensions"));
+  }
+
+  void expect_shape(const std::vector<int64_t>& expected) const {
+    if (shape != expected)
+      throw InvalidArgument(std::string(name) + " has shape " + to_string(shape) + ", expected " + to_string(expected));
+  }
+};
+
+// An input that is there and has the element type that the op declares, which ONNX Runtime sees to.
+Tensor input(const OrtKernelContext* context, size_t index, const char* name) {
+  const OrtValue* value = nullptr;
+  check(api->KernelContext_GetInput(context, index, &value));
+  if (value == nullptr) throw InvalidArgument(std::string(name) + " is missing");
+  OrtTensorTypeAndShapeInfo* raw = nullptr;
+  check(api->GetTensorTypeAndShape(value, &raw));
+  const std::unique_ptr<OrtTensorTypeAndShapeInfo, void (*)(OrtTensorTypeAndShapeInfo*)> info(
+      raw, api->ReleaseTensorTypeAndShapeInfo);
+  size_t rank = 0;
+  check(api->GetDimensionsCount(raw, &rank));
+  Tensor tensor{name, nullptr, std::vector<int64_t>(rank)};
+  check(api->GetDimensions(raw, tensor.shape.data(), rank));
+  void* data = nullptr;
+  check(api->GetTensorMutableData(const_cast<OrtValue*>(value), &data));
+  tensor.data = data;
+  return tensor;
+}
+
+bool has_input(const OrtKernelContext* context, size_t index) {
+  size_t count = 0;
+  check(api->KernelContext_GetInputCount(context, &count));
+  const OrtValue* value = nullptr;
+  if (index < count) check(api->KernelContext_GetInput(context, index, &value));
+  return value != nullptr;
+}
+
+void* output(OrtKernelContext* context, size_t index, const std::vector<int64_t>& shape) {
+  OrtValue* value = nullptr;
+  check(api->KernelContext_GetOutput(context, index, shape.data(), shape.size(), &value));
+  void* data = nullptr;
+  check(api->GetTensorMutableData(value, &data));
+  return data;
+}
+
+// ONNX Runtime's own threads. How many there are it does not say; a machine's cores are the usual number.
+qwenrt::Parallel threads_of(const OrtKernelContext* context) {
+  const auto run = [context](int64_t tasks, const std::function<void(int64_t)>& work) {
+    if (tasks == 1) return work(0);
+    const auto call = [](void* data, size_t task) {
+      (*static_cast<const std::function<void(int64_t)>*>(data))(static_cast<int64_t>(task));
+    };
+    check(api->KernelContext_ParallelFor(context, call, static_cast<size_t>(tasks), 0,
+                                         const_cast<std::function<void(int64_t)>*>(&work)));
+  };
+  return {run, static_cast<int64_t>(std::max(1u, std::thread::hardware_concurrency()))};
+}
+
+int64_t integer_attribute(const OrtKernelInfo* info, const char* name) {
+  int64_t value = 0;
+  check(api->KernelInfoGetAttribute_int64(info, name, &value));
+  return value;
+}
+
+float float_attribute(const OrtKernelInfo* info, const char* name) {
+  float value = 0;
+  check(api->KernelInfoGetAttribute_float(info, name, &value));
+  return value;
+}
+
+// The value of an attribute that may be left out.
+template <class T>
+T attribute_or(T (*get)(const OrtKernelInfo*, const char*), const OrtKernelInfo* info, const char* name, T otherwise) {
+  try {
+    return get(info, name);
+  } catch (const StatusError& e) {
+    api->ReleaseStatus(e.status);
+    return otherwise;
+  }
+}
+
+class PagedAttentionKernel {
+ public:
+  PagedAttentionKernel(const OrtKernelInfo* info, ElementType kv_type) {
+    using namespace qwenrt::ops::paged_attention;
+    op_.num_heads = integer_attribute(info, kNumHeadsAttribute);
+    op_.num_kv_heads = integer_attribute(info, kNumKvHeadsAttribute);
+    op_.head_dim = integer_attribute(info, kHeadDimAttribute);
+    op_.block_size = integer_attribute(info, kBlockSizeAttribute);
+    op_.scale = float_attribute(info, kScaleAttribute);
+    op_.norm_eps = attribute_or(float_attribute, info, kNormEpsAttribute, 1e-6f);
+    op_.sliding_window = attribute_or(integer_attribute, info, kSlidingWindowAttribute, int64_t{-1});
+    op_.kv_type = kv_type;
+    qwenrt::check_attributes(op_);
+  }
+
+  void compute(OrtKernelContext* context) const {
+    using namespace qwenrt::ops::paged_attention;
+    std::vector<Tensor> in;
+    for (size_t i = 0; i < kNumInputs; ++i) in.push_back(input(context, i, kInputNames[i]));
+    for (const auto& [index, rank] : {std::pair<size_t, size_t>{kQkv, 2}, {kRope, 2}, {kKvCache, 5}, {kBlockTables, 2}, {kSeqLens, 1}})
+      in[index].expect_rank(rank);
+
+    qwenrt::PagedAttention op = op_;
+    op.num_tokens = in[kQkv].shape[0];
+    op.max_positions = in[kRope].shape[0];
+    op.num_blocks = in[kKvCache].shape[0];
+    op.num_seqs = in[kSeqLens].shape[0];
+    op.max_blocks = in[kBlockTables].shape[1];
+    in[kQkv].expect_shape({op.num_tokens, (op.num_heads + 2 * op.num_kv_heads) * op.head_dim});
+    for (const size_t norm : {kQNorm, kKNorm})
+      if (in[norm].shape != std::vector<int64_t>{0}) in[norm].expect_shape({op.head_dim});
+    in[kRope].expect_shape({op.max_positions, op.head_dim});
+    in[kPositions].expect_shape({op.num_tokens});
+    in[kKvCache].expect_shape({op.num_blocks, 2, op.num_kv_heads, op.block_size, op.head_dim});
+    in[kBlockTables].expect_shape({op.num_seqs, op.max_blocks});
+    in[kQueryStart].expect_shape({op.num_seqs + 1});
+
+    op.qkv = in[kQkv].as<float>();
+    op.q_norm = in[kQNorm].shape[0] == 0 ? nullptr : in[kQNorm].as<float>();
+    op.k_norm = in[kKNorm].shape[0] == 0 ? nullptr : in[kKNorm].as<float>();
+    op.rope = in[kRope].as<float>();
+    op.positions = in[kPositions].as<int32_t>();
+    op.kv_cache = in[kKvCache].data;
+    op.block_tables = in[kBlockTables].as<int32_t>();
+    op.seq_lens = in[kSeqLens].as<int32_t>();
+    op.query_start = in[kQueryStart].as<int32_t>();
+    op.attn = static_cast<float*>(output(context, kAttn, {op.num_tokens, op.num_heads * op.head_dim}));
+    op.kv_cache_out = output(context, kKvCacheOut, in[kKvCache].shape);
+    qwenrt::run_paged_attention(op, threads_of(context));
+  }
+
+ private:
+  qwenrt::PagedAttention op_{};
+};
+
+class LinearKernel {
+ public:
+  LinearKernel(const OrtKernelInfo*, ElementType weight_type) : weight_type_(weight_type) {}
+
+  void compute(OrtKernelContext* context) const {
+    using namespace qwenrt::ops::linear;
+    const Tensor x = input(context, kX, kInputNames[kX]), weight = input(context, kWeight, kInputNames[kWeight]);
+    x.expect_rank(2);
+    weight.expect_rank(2);
+    weight.expect_shape({weight.shape[0], x.shape[1]});
+    const float* bias = nullptr;
+    if (has_input(context, kBias)) {
+      const Tensor tensor = input(context, kBias, kInputNames[kBias]);
+      tensor.expect_shape({weight.shape[0]});
+      bias = tensor.as<float>();
+    }
+    float* y = static_cast<float*>(output(context, kY, {x.shape[0], weight.shape[0]}));
+    qwenrt::run_linear({x.as<float>(), weight.data, bias, y, x.shape[0], x.shape[1], weight.shape[0], weight_type_},
+                       threads_of(context));
+  }
+
+ private:
+  ElementType weight_type_;
+};
+
+// What ONNX Runtime asks about an op. It passes a pointer to the OrtCustomOp, which is the first part of this.
+struct CustomOp : OrtCustomOp {
+  using Types = std::vector<ONNXTensorElementDataType>;
+
+  const char* name;
+  int op_version;
+  Types inputs, outputs;
+  size_t required_inputs;
+  ElementType type;
+
+  static const CustomOp& of(const OrtCustomOp* op) { return *static_cast<const CustomOp*>(op); }
+};
+
+template <class Kernel>
+CustomOp custom_op(const char* name, int op_version, CustomOp::Types inputs, size_t required, CustomOp::Types outputs,
+                   ElementType type) {
+  CustomOp op{};
+  op.version = kApiVersion;
+  op.name = name;
+  op.op_version = op_version;
+  op.inputs = std::move(inputs);
+  op.outputs = std::move(outputs);
+  op.required_inputs = required;
+  op.type = type;
+  op.GetName = [](const OrtCustomOp* self) { return CustomOp::of(self).name; };
+  op.GetExecutionProviderType = [](const OrtCustomOp*) -> const char* { return "CPUExecutionProvider"; };
+  op.GetInputTypeCount = [](const OrtCustomOp* self) { return CustomOp::of(self).inputs.size(); };
+  op.GetOutputTypeCount = [](const OrtCustomOp* self) { return CustomOp::of(self).outputs.size(); };
+  op.GetInputType = [](const OrtCustomOp* self, size_t i) { return CustomOp::of(self).inputs[i]; };
+  op.GetOutputType = [](const OrtCustomOp* self, size_t i) { return CustomOp::of(self).outputs[i]; };
+  op.GetInputCharacteristic = [](const OrtCustomOp* self, size_t i) {
+    return i < CustomOp::of(self).required_inputs ? INPUT_OUTPUT_REQUIRED : INPUT_OUTPUT_OPTIONAL;
+  };
+  op.GetOutputCharacteristic = [](const OrtCustomOp*, size_t) { return INPUT_OUTPUT_REQUIRED; };
+  op.GetInputMemoryType = [](const OrtCustomOp*, size_t) { return OrtMemTypeDefault; };
+  op.GetVariadicInputMinArity = op.GetVariadicOutputMinArity = [](const OrtCustomOp*) { return 0; };
+  op.GetVariadicInputHomogeneity = op.GetVariadicOutputHomogeneity = [](const OrtCustomOp*) { return 0; };
+  op.GetStartVersion = op.GetEndVersion = [](const OrtCustomOp* self) { return CustomOp::of(self).op_version; };
+  op.CreateKernelV2 = [](const OrtCustomOp* self, const OrtApi*, const OrtKernelInfo* info, void** kernel) {
+    return guarded([&] { *kernel = new Kernel(info, CustomOp::of(self).type); });
+  };
+  op.KernelComputeV2 = [](void* kernel, OrtKernelContext* context) {
+    return guarded([&] { static_cast<const Kernel*>(kernel)->compute(context); });
+  };
+  op.KernelDestroy = [](void* kernel) { delete static_cast<Kernel*>(kernel); };
+  return op;
+}
+
+std::vector<CustomOp> make_ops() {
+  constexpr auto kFloat = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT, kInt = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32;
+  std::vector<CustomOp> ops;
+  for (const ElementType type : {ElementType::kFloat32, ElementType::kFloat16}) {
+    using namespace qwenrt::ops::paged_attention;
+    const auto kv = static_cast<ONNXTensorElementDataType>(type);
+    ops.push_back(custom_op<PagedAttentionKernel>(kName, kVersion, {kFloat, kFloat, kFloat, kFloat, kInt, kv, kInt, kInt, kInt},
+                                                  kNumInputs, {kFloat, kv}, type));
+  }
+  for (const ElementType type : {ElementType::kFloat32, ElementType::kFloat16, ElementType::kBFloat16}) {
+    using namespace qwenrt::ops::linear;
+    const auto weight = static_cast<ONNXTensorElementDataType>(type);
+    ops.push_back(custom_op<LinearKernel>(kName, kVersion, {kFloat, weight, kFloat}, kBias, {kFloat}, type));
+  }
+  return ops;
+}
+
+void register_ops(OrtSessionOptions* options) {
+  // ONNX Runtime keeps pointers to both, for as long as any session lives.
+  static const std::vector<CustomOp> ops = make_ops();
+  static OrtCustomOpDomain* const domain = [] {
+    OrtCustomOpDomain* created = nullptr;
+    check(api->CreateCustomOpDomain(qwenrt::ops::kDomain, &created));
+    for (const CustomOp& op : ops) check(api->CustomOpDomain_Add(created, &op));
+    return created;
+  }();
+  check(api->AddCustomOpDomain(options, domain));
+}
+
+}  // namespace
+
+extern "C" __attribute__((visibility("default"))) OrtStatus* ORT_API_CALL RegisterCustomOps(OrtSessionOptions* options,
+                                                                                             const OrtApiBase* base) {
+  api = base->GetApi(kApiVersion);
+  if (api == nullptr) {
+    // Version 1 has all that is needed to say so.
+    const std::string message = std::string("qwenrt's ops need ONNX Runtime 1.17 or later, this is ") + base->GetVersionString();
+    return base->GetApi(1)->CreateStatus(ORT_NOT_IMPLEMENTED, message.c_str());
+  }
+  return guarded([&] { register_ops(options); });
+}

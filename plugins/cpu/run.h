@@ -1,0 +1,31 @@
+// The two ops: what they demand of their inputs, and how their work is divided.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <stdexcept>
+
+#include "attention.h"
+#include "linear.h"
+
+namespace qwenrt {
+
+// What a caller did wrong: names the input, the index and the value.
+struct InvalidArgument : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// Runs work(0) ... work(tasks - 1), in any order, on `threads` threads or fewer, and returns when all are done. `work` never throws.
+struct Parallel {
+  std::function<void(int64_t tasks, const std::function<void(int64_t)>& work)> run;
+  int64_t threads;
+};
+
+// Throws InvalidArgument for what no call could make right.
+void check_attributes(const PagedAttention& op);
+
+// Throw InvalidArgument before anything is written. The sizes in `op` must be the true sizes of its tensors.
+void run_paged_attention(const PagedAttention& op, const Parallel& parallel);
+void run_linear(const Linear& op, const Parallel& parallel);
+
+}  // namespace qwenrt

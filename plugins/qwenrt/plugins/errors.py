@@ -1,0 +1,13 @@
+"""The two roots of every error that qwenrt raises on purpose."""
+
+
+class QwenrtError(ValueError):
+    """An error whose message names the thing, its value and the remedy; shown to users in one line, without a traceback."""
+
+
+class ConfigError(QwenrtError):
+    """Something is wrong with what was set up: a checkpoint, an engine folder, an option, the machine."""
+
+
+class RequestError(QwenrtError):
+    """Something is wrong with one request; every other request goes on."""

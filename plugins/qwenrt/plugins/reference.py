@@ -1,0 +1,139 @@
+"""The custom ops in NumPy, slow and obvious: what every implementation is tested against."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .errors import ConfigError
+
+Array = npt.NDArray[Any]
+
+
+def paged_attention(
+    qkv: Array,
+    q_norm: Array,
+    k_norm: Array,
+    rope: Array,
+    positions: Array,
+    kv_cache: Array,
+    block_tables: Array,
+    seq_lens: Array,
+    query_start: Array,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    scale: float,
+    norm_eps: float = 1e-6,
+    sliding_window: int = -1,
+) -> tuple[Array, Array]:
+    """PagedAttention as `schema.PAGED_ATTENTION` has it: shapes and types there; returns (attn, kv_cache_out), both new.
+
+    Computes in float64 and rounds to the types of kv_cache (K and V) and qkv (attn). Raises ConfigError naming the input that
+    breaks the contract.
+    """
+    check_paged_attention(
+        qkv, q_norm, k_norm, rope, positions, kv_cache, block_tables, seq_lens, query_start,
+        num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=block_size,
+    )  # fmt: skip
+    rows = [range(query_start[s], query_start[s + 1]) for s in range(len(seq_lens))]
+    num_rows = query_start[-1]
+    heads = qkv[:num_rows].astype(np.float64).reshape(num_rows, num_heads + 2 * num_kv_heads, head_dim)
+    q, k, v = np.split(heads, [num_heads, num_heads + num_kv_heads], axis=1)
+    angles = rope[positions[:num_rows]].astype(np.float64)
+    q = rotate(rms_norm(q, q_norm, norm_eps), angles)
+    k = rotate(rms_norm(k, k_norm, norm_eps), angles)
+    cache = kv_cache.copy()
+    for s, own in enumerate(rows):
+        for row in own:
+            block, slot = block_tables[s, positions[row] // block_size], positions[row] % block_size
+            cache[block, 0, :, slot] = k[row]
+            cache[block, 1, :, slot] = v[row]
+    attn = np.zeros((len(qkv), num_heads, head_dim), qkv.dtype)
+    for s, own in enumerate(rows):
+        for row in own:
+            last = positions[row]
+            seen = np.arange(0 if sliding_window < 0 else max(0, last - sliding_window + 1), last + 1)
+            context = cache[block_tables[s, seen // block_size], :, :, seen % block_size].astype(np.float64)
+            for head in range(num_heads):
+                keys, values = context[:, :, head // (num_heads // num_kv_heads)].swapaxes(0, 1)
+                scores = keys @ q[row, head] * scale
+                weights = np.exp(scores - scores.max())
+                attn[row, head] = weights @ values / weights.sum()
+    return attn.reshape(len(qkv), num_heads * head_dim), cache
+
+
+def linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
+    """Linear as `schema.LINEAR` has it: y [M, N] float32, computed in float64."""
+    y = x.astype(np.float64) @ weight.astype(np.float64).T
+    return (y if bias is None else y + bias).astype(np.float32)
+
+
+def rms_norm(x: Array, weight: Array, eps: float) -> Array:
+    """x / sqrt(mean(x^2) + eps) * weight over the last axis (Zhang and Sennrich, 2019); x itself if the weight is empty."""
+    if weight.size == 0:
+        return x
+    normed: Array = x / np.sqrt(np.square(x).mean(-1, keepdims=True) + eps) * weight.astype(x.dtype)
+    return normed
+
+
+def rotate(x: Array, angles: Array) -> Array:
+    """Rotary embedding of x [T, heads, D] by angles [T, D], cos then sin; column i pairs with i + D/2."""
+    cos, sin = np.split(angles[:, None], 2, axis=-1)
+    low, high = np.split(x, 2, axis=-1)
+    return np.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
+
+
+def check_paged_attention(
+    qkv: Array,
+    q_norm: Array,
+    k_norm: Array,
+    rope: Array,
+    positions: Array,
+    kv_cache: Array,
+    block_tables: Array,
+    seq_lens: Array,
+    query_start: Array,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    block_size: int,
+) -> None:
+    """Raise ConfigError naming the input, the place and the value if the inputs break the op's contract."""
+    num_tokens, num_seqs = qkv.shape[0], len(seq_lens)
+    for name, array, shape in (
+        ("qkv", qkv, (num_tokens, (num_heads + 2 * num_kv_heads) * head_dim)),
+        ("rope", rope, (rope.shape[0], head_dim)),
+        ("positions", positions, (num_tokens,)),
+        ("kv_cache", kv_cache, (kv_cache.shape[0], 2, num_kv_heads, block_size, head_dim)),
+        ("block_tables", block_tables, (num_seqs, block_tables.shape[-1])),
+        ("query_start", query_start, (num_seqs + 1,)),
+    ):
+        if array.shape != shape:
+            raise ConfigError(f"{name} has shape {list(array.shape)}, must be {list(shape)}")
+    for name, array in (("q_norm", q_norm), ("k_norm", k_norm)):
+        if array.shape not in ((head_dim,), (0,)):
+            raise ConfigError(f"{name} has shape {list(array.shape)}, must be [{head_dim}] or [0]")
+    if query_start[0] != 0 or (np.diff(query_start) < 0).any() or query_start[-1] > num_tokens:
+        raise ConfigError(f"query_start is {query_start.tolist()}, must rise from 0 to at most {num_tokens}")
+    for s in range(num_seqs):
+        first, count = query_start[s], query_start[s + 1] - query_start[s]
+        if not count:
+            continue
+        most = min(rope.shape[0], block_tables.shape[1] * block_size)
+        if not count <= seq_lens[s] <= most:
+            raise ConfigError(
+                f"seq_lens[{s}] is {seq_lens[s]}, must be {count} (its rows) to {most} (rope, block_tables)"
+            )
+        if (positions[first : first + count] != np.arange(seq_lens[s] - count, seq_lens[s])).any():
+            raise ConfigError(f"positions of sequence {s} must be {seq_lens[s] - count} to {seq_lens[s] - 1}")
+        needed = block_tables[s, : -(-seq_lens[s] // block_size)]
+        if (needed < 0).any() or (needed >= kv_cache.shape[0]).any():
+            raise ConfigError(
+                f"block_tables[{s}] is {needed.tolist()}; the pool has blocks 0 to {kv_cache.shape[0] - 1}"
+            )

@@ -1,0 +1,239 @@
+"""The custom ops' specs, from which everything that names them is made.
+
+The ONNX schema with its shape inference, the torch.library signature and a C++ header are all derived from `PAGED_ATTENTION` and
+`LINEAR`. This file imports nothing outside the standard library, so a build can run it as it lies:
+
+    python schema.py HEADER      writes the C++ header
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+DOMAIN = "qwenrt"
+
+Dim = int | str | None
+"""A dimension: known, symbolic, or unknown."""
+Shape = tuple[Dim, ...]
+
+
+@dataclass(frozen=True)
+class Value:
+    """An input or output: its type is a name in `OpSpec.types`, its shape is for people."""
+
+    name: str
+    type: str
+    shape: str
+    doc: str
+    optional: bool = False
+
+
+@dataclass(frozen=True)
+class Attribute:
+    """An attribute; required if it has no default."""
+
+    name: str
+    kind: type[int] | type[float]
+    doc: str
+    default: int | float | None = None
+
+
+@dataclass(frozen=True)
+class OpSpec:
+    """One custom op."""
+
+    name: str
+    version: int
+    doc: str
+    types: Mapping[str, tuple[str, ...]]
+    """Per type variable, the element types that it may be, by their ONNX names."""
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+    attributes: tuple[Attribute, ...]
+    infer_shapes: Callable[[Sequence[Shape], Mapping[str, Any]], list[Shape]]
+    """Output shapes of input shapes and attributes."""
+
+    @property
+    def torch_schema(self) -> str:
+        """The op's signature in torch.library's notation."""
+        parameters = [f"Tensor{'?' if value.optional else ''} {value.name}" for value in self.inputs]
+        parameters += [f"{attribute.kind.__name__} {attribute.name}" for attribute in self.attributes]
+        results = ", ".join("Tensor" for _ in self.outputs)
+        return f"({', '.join(parameters)}) -> {results if len(self.outputs) == 1 else f'({results})'}"
+
+
+def _attention_shapes(inputs: Sequence[Shape], attributes: Mapping[str, Any]) -> list[Shape]:
+    return [(inputs[0][0], attributes["num_heads"] * attributes["head_dim"]), inputs[5]]
+
+
+PAGED_ATTENTION = OpSpec(
+    name="PagedAttention",
+    version=1,
+    doc=(
+        "Normalises q and k per head (RMSNorm), rotates them (half-split RoPE), writes k and v into the sequences' cache blocks, "
+        "and attends causally over each sequence's blocks. All writes come before all reads. Softmax and sums are float32. Rows "
+        "from query_start[S] on, and sequences without rows, read and write nothing; such rows of attn are 0."
+    ),
+    types={
+        "T": ("float", "float16", "bfloat16"),
+        "T_kv": ("float", "float16", "bfloat16", "float8e4m3fn"),
+        "F": ("float",),
+        "I": ("int32",),
+    },
+    inputs=(
+        Value(
+            "qkv",
+            "T",
+            "[T, (num_heads + 2 * num_kv_heads) * head_dim]",
+            "projected tokens of all sequences, back to back",
+        ),
+        Value("q_norm", "T", "[head_dim] or [0]", "RMSNorm weight of q; empty where the family has none"),
+        Value("k_norm", "T", "[head_dim] or [0]", "RMSNorm weight of k; empty where the family has none"),
+        Value("rope", "F", "[max_positions, head_dim]", "cos in the first half of the columns, sin in the second"),
+        Value("positions", "I", "[T]", "absolute position of each token; a sequence's end at its seq_lens - 1"),
+        Value(
+            "kv_cache",
+            "T_kv",
+            "[num_blocks, 2, num_kv_heads, block_size, head_dim]",
+            "[b, 0] is K (normed, rotated), [b, 1] V",
+        ),
+        Value(
+            "block_tables",
+            "I",
+            "[S, max_blocks]",
+            "block of tokens [i * block_size, (i + 1) * block_size) of each sequence",
+        ),
+        Value("seq_lens", "I", "[S]", "context length after this step"),
+        Value("query_start", "I", "[S + 1]", "sequence s owns rows query_start[s] to query_start[s + 1]"),
+    ),
+    outputs=(
+        Value("attn", "T", "[T, num_heads * head_dim]", "attention output of each token"),
+        Value("kv_cache_out", "T_kv", "as kv_cache", "the pool after the write; may be the same memory as kv_cache"),
+    ),
+    attributes=(
+        Attribute("num_heads", int, "query heads"),
+        Attribute("num_kv_heads", int, "key and value heads; divides num_heads"),
+        Attribute("head_dim", int, "elements of a head; even"),
+        Attribute("block_size", int, "tokens of a cache block"),
+        Attribute("scale", float, "factor on q.k before the softmax"),
+        Attribute("norm_eps", float, "epsilon of the RMSNorms", 1e-6),
+        Attribute("sliding_window", int, "how many positions back a token sees, itself included; -1 is all", -1),
+    ),
+    infer_shapes=_attention_shapes,
+)
+
+LINEAR = OpSpec(
+    name="Linear",
+    version=1,
+    doc=(
+        "y = x W^T + b with W as it lies in a checkpoint. Products and sums are float32. A row of y does not depend, to the last "
+        "bit, on which other rows are computed with it."
+    ),
+    types={"F": ("float",), "W": ("float", "float16", "bfloat16")},
+    inputs=(
+        Value("x", "F", "[M, K]", "rows"),
+        Value("weight", "W", "[N, K]", "weight"),
+        Value("bias", "F", "[N]", "bias", optional=True),
+    ),
+    outputs=(Value("y", "F", "[M, N]", "products"),),
+    attributes=(),
+    infer_shapes=lambda inputs, attributes: [(inputs[0][0], inputs[1][0])],
+)
+
+OPS = (PAGED_ATTENTION, LINEAR)
+
+
+def register_onnx_schemas() -> None:
+    """Make the ops known to the onnx package: checker, shape inference, onnxscript. Repeated calls do nothing."""
+    import onnx
+
+    for spec in OPS:
+        if not onnx.defs.has(spec.name, spec.version, DOMAIN):
+            onnx.defs.register_schema(_onnx_schema(spec))
+
+
+def _onnx_schema(spec: OpSpec) -> Any:
+    import onnx
+    from onnx.defs import OpSchema
+
+    def parameter(value: Value) -> OpSchema.FormalParameter:
+        option = OpSchema.FormalParameterOption.Optional if value.optional else OpSchema.FormalParameterOption.Single
+        return OpSchema.FormalParameter(value.name, value.type, f"{value.shape}: {value.doc}", param_option=option)
+
+    def attribute(item: Attribute) -> OpSchema.Attribute:
+        kind = OpSchema.AttrType.INT if item.kind is int else OpSchema.AttrType.FLOAT
+        if item.default is None:
+            return OpSchema.Attribute(item.name, kind, item.doc, required=True)
+        return OpSchema.Attribute(item.name, onnx.helper.make_attribute(item.name, item.default), item.doc)
+
+    schema = OpSchema(
+        spec.name,
+        DOMAIN,
+        spec.version,
+        spec.doc,
+        inputs=[parameter(value) for value in spec.inputs],
+        outputs=[parameter(value) for value in spec.outputs],
+        type_constraints=[(name, [f"tensor({t})" for t in types], "") for name, types in spec.types.items()],
+        attributes=[attribute(item) for item in spec.attributes],
+    )
+    schema.set_type_and_shape_inference_function(lambda context: _infer(spec, context))
+    return schema
+
+
+def _infer(spec: OpSpec, context: Any) -> None:
+    """ONNX type and shape inference of one node."""
+    import onnx
+
+    given = [context.get_input_type(index) for index in range(context.get_num_inputs())]
+    tensors = [None if one is None else one.tensor_type for one in given]
+    attributes = {}
+    for item in spec.attributes:
+        proto = context.get_attribute(item.name)
+        attributes[item.name] = item.default if proto is None else onnx.helper.get_attribute_value(proto)
+    # An optional input that is absent has no shape to wait for.
+    known = all(one is None or one.HasField("shape") for one in tensors)
+    shapes = spec.infer_shapes([_shape_of(one) for one in tensors], attributes) if known else [None] * len(spec.outputs)
+    element_of = {
+        value.type: one.elem_type for value, one in zip(spec.inputs, tensors, strict=False) if one is not None
+    }
+    for index, (value, shape) in enumerate(zip(spec.outputs, shapes, strict=True)):
+        context.set_output_type(index, onnx.helper.make_tensor_type_proto(element_of[value.type], shape))
+
+
+def _shape_of(tensor: Any) -> Shape:
+    if tensor is None:
+        return ()
+    return tuple(dim.dim_value if dim.HasField("dim_value") else dim.dim_param or None for dim in tensor.shape.dim)
+
+
+def cpp_header() -> str:
+    """The specs as C++ constants, one namespace an op."""
+    lines = ["// Generated from schema.py.", "#pragma once", "", "namespace qwenrt::ops {", ""]
+    lines += [f'inline constexpr char kDomain[] = "{DOMAIN}";', ""]
+    for spec in OPS:
+        lines += [f"namespace {_snake(spec.name)} {{", f'inline constexpr char kName[] = "{spec.name}";']
+        lines += [f"inline constexpr int kVersion = {spec.version};"]
+        for kind, values in (("Input", spec.inputs), ("Output", spec.outputs)):
+            names = ", ".join(f"k{_camel(value.name)}" for value in values)
+            quoted = ", ".join(f'"{value.name}"' for value in values)
+            lines += [f"enum {kind} {{ {names}, kNum{kind}s }};"]
+            lines += [f"inline constexpr const char* k{kind}Names[] = {{{quoted}}};"]
+        lines += [f'inline constexpr char k{_camel(item.name)}Attribute[] = "{item.name}";' for item in spec.attributes]
+        lines += ["}", ""]
+    return "\n".join([*lines, "}  // namespace qwenrt::ops", ""])
+
+
+def _camel(name: str) -> str:
+    return "".join(part.capitalize() for part in name.split("_"))
+
+
+def _snake(name: str) -> str:
+    return "".join(f"_{char.lower()}" if char.isupper() else char for char in name).lstrip("_")
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(cpp_header())

@@ -1,0 +1,184 @@
+// Random calls of the ops, right ones and such as a broken or hostile caller makes, for a sanitizer to watch. Every buffer has exactly
+// the size that its tensor says. usage: fuzz CALLS [SEED]; exit status 1 and a message where an op misbehaves.
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <random>
+#include <vector>
+
+#include "c_api.h"
+
+namespace {
+
+std::mt19937_64 generator;
+
+int64_t pick(int64_t low, int64_t high) { return std::uniform_int_distribution<int64_t>(low, high)(generator); }
+bool chance(int percent) { return pick(1, 100) <= percent; }
+
+// Exactly as large as asked, so that reading past the end is seen.
+template <class T>
+struct Buffer {
+  explicit Buffer(int64_t count) : count(count), data(new T[static_cast<size_t>(count)]) {}
+  T& operator[](int64_t i) { return data[static_cast<size_t>(i)]; }
+  int64_t count;
+  std::unique_ptr<T[]> data;
+};
+
+void fill(Buffer<float>& buffer) {
+  for (int64_t i = 0; i < buffer.count; ++i) buffer[i] = static_cast<float>(pick(-1000, 1000)) / 500;
+}
+
+int32_t hostile() {
+  const int32_t values[] = {std::numeric_limits<int32_t>::min(), -1, 0, 1, 7, 1 << 16, std::numeric_limits<int32_t>::max()};
+  return chance(50) ? values[pick(0, 6)] : static_cast<int32_t>(pick(-20, 200));
+}
+
+[[noreturn]] void fail(const char* what, const char* detail) {
+  std::printf("%s: %s\n", what, detail);
+  std::exit(1);
+}
+
+// A call that keeps the rules, if nothing is changed in it.
+struct Call {
+  int64_t kv_heads = pick(1, 3), heads = kv_heads * (chance(10) ? pick(30, 60) : pick(1, 5)), head_dim = 8 * pick(1, 6);
+  int64_t block_size = pick(1, 20), seqs = pick(0, 4);
+  std::vector<int64_t> count, length;
+  int64_t tokens = 0, blocks = 0, max_blocks = 0, longest = 0;
+
+  Call() {
+    for (int64_t s = 0; s < seqs; ++s) {
+      count.push_back(chance(50) ? pick(0, 2) : pick(0, 70));
+      length.push_back(count.back() + (chance(10) ? pick(0, 1200) : pick(0, 40)));
+      tokens += count.back();
+      blocks += (length.back() + block_size - 1) / block_size;
+      longest = std::max(longest, length.back());
+    }
+    max_blocks = (longest + block_size - 1) / block_size + pick(0, 2);
+  }
+};
+
+template <class Kv>
+void paged_attention(int32_t kv_type, Kv nan, int64_t& refused) {
+  Call call;
+  const int64_t padding = pick(0, 2), spare = pick(0, 2), tokens = call.tokens + padding, blocks = call.blocks + spare;
+  const int64_t max_positions = call.longest + pick(0, 2), width = call.head_dim;
+  Buffer<float> qkv(tokens * (call.heads + 2 * call.kv_heads) * width), q_norm(width), k_norm(width), rope(max_positions * width);
+  Buffer<float> attn(tokens * call.heads * width);
+  Buffer<int32_t> positions(tokens), tables(call.seqs * call.max_blocks), lens(call.seqs), start(call.seqs + 1);
+  for (Buffer<float>* buffer : {&qkv, &q_norm, &k_norm, &rope}) fill(*buffer);
+  Buffer<Kv> pool(blocks * 2 * call.kv_heads * call.block_size * width);
+  for (int64_t i = 0; i < pool.count; ++i) pool[i] = nan;
+
+  std::vector<int32_t> free_blocks;
+  for (int64_t b = 0; b < blocks; ++b) free_blocks.push_back(static_cast<int32_t>(b));
+  std::shuffle(free_blocks.begin(), free_blocks.end(), generator);
+  for (int64_t i = 0; i < tables.count; ++i) tables[i] = hostile();
+  for (int64_t i = 0; i < tokens; ++i) positions[i] = hostile();
+  start[0] = 0;
+  for (int64_t s = 0; s < call.seqs; ++s) {
+    const int64_t count = call.count[static_cast<size_t>(s)], length = call.length[static_cast<size_t>(s)];
+    start[s + 1] = static_cast<int32_t>(start[s] + count);
+    lens[s] = static_cast<int32_t>(length);
+    for (int64_t i = 0; i < count; ++i) positions[start[s] + i] = static_cast<int32_t>(length - count + i);
+    for (int64_t i = 0; i * call.block_size < length; ++i) {
+      const int64_t block = tables[s * call.max_blocks + i] = free_blocks.back();
+      free_blocks.pop_back();
+      for (int64_t head = 0; head < 2 * call.kv_heads; ++head)
+        for (int64_t slot = 0; slot < call.block_size && i * call.block_size + slot < length - count; ++slot)
+          for (int64_t d = 0; d < width; ++d)
+            pool[((block * 2 * call.kv_heads + head) * call.block_size + slot) * width + d] = static_cast<Kv>(pick(0, 2));
+    }
+  }
+
+  QwenrtPagedAttention op{};
+  op.qkv = qkv.data.get(), op.rope = rope.data.get(), op.positions = positions.data.get();
+  op.q_norm = chance(70) ? q_norm.data.get() : nullptr, op.k_norm = chance(70) ? k_norm.data.get() : nullptr;
+  op.block_tables = tables.data.get(), op.seq_lens = lens.data.get(), op.query_start = start.data.get();
+  op.attn = attn.data.get(), op.num_tokens = tokens, op.max_positions = max_positions, op.num_blocks = blocks;
+  op.num_seqs = call.seqs, op.max_blocks = call.max_blocks, op.num_heads = call.heads, op.num_kv_heads = call.kv_heads;
+  op.head_dim = width, op.block_size = call.block_size, op.sliding_window = chance(70) ? -1 : pick(1, 90);
+  op.scale = 0.1f, op.norm_eps = 1e-6f, op.kv_type = kv_type;
+
+  bool valid = true;
+  if (chance(50)) {
+    valid = false;  // perhaps
+    for (int64_t i = pick(1, 3); i > 0; --i) {
+      Buffer<int32_t>* const targets[] = {&positions, &tables, &lens, &start};
+      Buffer<int32_t>& target = *targets[pick(0, 3)];
+      if (target.count > 0) target[pick(0, target.count - 1)] = hostile();
+    }
+    int64_t* const attributes[] = {&op.num_heads, &op.num_kv_heads, &op.head_dim, &op.block_size, &op.sliding_window};
+    // Those that a tensor's size goes with may only become such as no tensor could have.
+    if (chance(20)) *attributes[pick(0, 4)] = chance(50) ? -pick(2, 1000) : std::numeric_limits<int64_t>::max() - pick(0, 9);
+    if (chance(10)) op.kv_type = QWENRT_BFLOAT16;
+    if (chance(5)) op.scale = std::numeric_limits<float>::infinity();
+  }
+
+  Buffer<Kv> other(pool.count);
+  const bool in_place = chance(70);
+  const std::vector<Kv> before(pool.data.get(), pool.data.get() + pool.count);
+  op.kv_cache = pool.data.get();
+  op.kv_cache_out = in_place ? pool.data.get() : other.data.get();
+  for (int64_t i = 0; i < attn.count; ++i) attn[i] = -77;
+  char error[300] = "";
+  if (qwenrt_paged_attention(&op, static_cast<int>(pick(1, 4)), error, static_cast<size_t>(chance(5) ? 10 : sizeof error)) != 0) {
+    ++refused;
+    if (valid) fail("a right call was refused", error);
+    if (error[0] == '\0') fail("refused without a reason", "");
+    for (int64_t i = 0; i < attn.count; ++i)
+      if (attn[i] != -77) fail("attn was written by a call that was refused", error);
+    if (pool.count > 0 && std::memcmp(before.data(), pool.data.get(), before.size() * sizeof(Kv)) != 0)
+      fail("the pool was written by a call that was refused", error);
+  } else if (valid) {
+    for (int64_t i = 0; i < attn.count; ++i)
+      if (!std::isfinite(attn[i])) fail("attn is not finite", "what lies in an unwritten slot leaked");
+    for (int64_t i = call.tokens * call.heads * width; i < attn.count; ++i)
+      if (attn[i] != 0) fail("a padding row is not 0", "");
+  }
+  if (!in_place && pool.count > 0 && std::memcmp(before.data(), pool.data.get(), before.size() * sizeof(Kv)) != 0)
+    fail("kv_cache was written", "though kv_cache_out is another buffer");
+}
+
+template <class Weight>
+void linear(int32_t weight_type) {
+  const int64_t rows = pick(0, 70), depth = chance(20) ? pick(1000, 1100) : pick(0, 50), width = pick(0, 70);
+  Buffer<float> x(rows * depth), bias(width), y(rows * width);
+  Buffer<Weight> weight(width * depth);
+  fill(x), fill(bias);
+  for (int64_t i = 0; i < weight.count; ++i) weight[i] = static_cast<Weight>(pick(0, 3));
+  const QwenrtLinear op{x.data.get(), weight.data.get(), chance(50) ? bias.data.get() : nullptr, y.data.get(), rows, depth, width,
+                        weight_type};
+  char error[100];
+  if (qwenrt_linear(&op, static_cast<int>(pick(1, 4)), error, sizeof error) != 0) fail("Linear was refused", error);
+  for (int64_t i = 0; i < y.count; ++i)
+    if (!std::isfinite(y[i])) fail("y is not finite", "");
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const int64_t calls = argc > 1 ? std::atoll(argv[1]) : 1000;
+  generator.seed(argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 0);
+  int64_t refused = 0;
+  for (int64_t i = 0; i < calls; ++i) {
+    const char* const isas[] = {"portable", "avx2", "avx512", nullptr};
+    qwenrt_set_isa(isas[pick(0, 3)]);
+    switch (pick(0, 3)) {
+      case 0:
+        paged_attention<uint16_t>(QWENRT_FLOAT16, 0x7e00, refused);
+        break;
+      case 1:
+        linear<float>(QWENRT_FLOAT32);
+        linear<uint16_t>(chance(50) ? QWENRT_FLOAT16 : QWENRT_BFLOAT16);
+        break;
+      default:
+        paged_attention<float>(QWENRT_FLOAT32, std::numeric_limits<float>::quiet_NaN(), refused);
+    }
+  }
+  std::printf("%lld refused\n", static_cast<long long>(refused));
+  return 0;
+}
