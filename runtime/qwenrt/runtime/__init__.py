@@ -1,0 +1,23 @@
+"""From text to text: the runtime around an engine folder."""
+
+from qwenrt.plugins import ConfigError, QwenrtError, RequestError
+
+from .engine import LLMEngine
+from .engine_dir import EngineDir, EngineManifest
+from .llm import LLM
+from .outputs import CompletionOutput, RequestOutput, TokenLogprobs
+from .sampling.params import SamplingParams
+
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "ConfigError",
+    "EngineDir",
+    "EngineManifest",
+    "LLMEngine",
+    "QwenrtError",
+    "RequestError",
+    "RequestOutput",
+    "SamplingParams",
+    "TokenLogprobs",
+]

@@ -1,0 +1,61 @@
+"""ONNX Runtime on the CPU, with PagedAttention from the compiled custom-op library."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import numpy.typing as npt
+import onnxruntime as ort
+
+from qwenrt.plugins import ConfigError
+from qwenrt.plugins.library import cpu_library
+
+from ..engine_dir import EngineDir
+from ..model_runner import StepInputs
+
+_KV_DTYPES = {"float32": np.float32, "float16": np.float16}
+
+
+class OnnxRuntimeBackend:
+    """One session whose KV inputs and outputs are bound to the same memory, so that the cache is written in place."""
+
+    def __init__(self, engine: EngineDir, *, num_kv_blocks: int, threads: int) -> None:
+        manifest = engine.manifest
+        if manifest.kv_dtype not in _KV_DTYPES:
+            raise ConfigError(f"kv_dtype is {manifest.kv_dtype}, ONNX Runtime on CPU takes: {', '.join(_KV_DTYPES)}")
+        options = ort.SessionOptions()
+        options.intra_op_num_threads = threads
+        options.inter_op_num_threads = 1
+        options.register_custom_ops_library(str(cpu_library()))
+        try:
+            self._session = ort.InferenceSession(
+                str(engine.file("model.onnx")), options, providers=["CPUExecutionProvider"]
+            )
+        except Exception as error:  # ONNX Runtime's exceptions share no narrower base.
+            raise ConfigError(f"ONNX Runtime cannot load {engine.path}: {error}") from error
+        self._binding = self._session.io_binding()
+        model = manifest.model
+        shape = (num_kv_blocks, 2, model.num_kv_heads, manifest.block_size, model.head_dim)
+        # Zeroed by the kernel page by page, when a block is first used.
+        self._kv_caches = [np.zeros(shape, _KV_DTYPES[manifest.kv_dtype]) for _ in range(model.num_layers)]
+        for layer, cache in enumerate(self._kv_caches):
+            for name, bind in (
+                (f"kv_cache.{layer}", self._binding.bind_input),
+                (f"kv_cache_out.{layer}", self._binding.bind_output),
+            ):
+                bind(name, "cpu", 0, cache.dtype.type, cache.shape, cache.ctypes.data)
+        self._logits = np.empty((0, model.vocab_size), np.float32)
+
+    def execute(self, inputs: StepInputs) -> npt.NDArray[np.float32]:
+        """Run the graph once; returns logits [R, vocab], valid until the next call."""
+        for field in dataclasses.fields(inputs):
+            array = getattr(inputs, field.name)
+            self._binding.bind_input(field.name, "cpu", 0, np.int32, array.shape, array.ctypes.data)
+        rows = inputs.logits_indices.shape[0]
+        if rows > self._logits.shape[0]:
+            self._logits = np.empty((rows, self._logits.shape[1]), np.float32)
+        logits = self._logits[:rows]
+        self._binding.bind_output("logits", "cpu", 0, np.float32, logits.shape, logits.ctypes.data)
+        self._session.run_with_iobinding(self._binding)
+        return logits

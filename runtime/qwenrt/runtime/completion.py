@@ -1,0 +1,58 @@
+"""One answer while it grows: tokens become text, and text or tokens end it."""
+
+from __future__ import annotations
+
+from .outputs import CompletionOutput, TokenLogprobs
+from .request import Request
+from .sampling.sampler import SampledToken
+from .text.detokenizer import OutputText
+from .text.tokenizer import Tokenizer
+
+
+class Completion:
+    """The output side of one Request."""
+
+    def __init__(self, index: int, request: Request, tokenizer: Tokenizer, eos_token_ids: frozenset[int]) -> None:
+        self.index = index
+        self.request = request
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+        params = request.params
+        self._text = OutputText(tokenizer, params)
+        self._eos_token_ids = frozenset() if params.ignore_eos else eos_token_ids
+        self._cumulative_logprob = 0.0
+        self._logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
+
+    def append(self, sampled: SampledToken) -> None:
+        """Take the token that was just appended to the request; sets `finish_reason` if it is the last."""
+        if self._logprobs is not None:
+            assert sampled.logprob is not None
+            self._cumulative_logprob += sampled.logprob
+            self._logprobs.append(TokenLogprobs(sampled.token_id, sampled.logprob, sampled.top_logprobs or {}))
+        token, params = sampled.token_id, self.request.params
+        if token in self._eos_token_ids or token in params.stop_token_ids:
+            if params.include_stop_str_in_output:
+                self._text.push(token)
+            self.finish("stop", None if token in self._eos_token_ids else token)
+        elif (stop := self._text.push(token)) is not None:
+            self.finish("stop", stop)
+        elif self.request.num_generated >= self.request.max_tokens:
+            self.finish("length")
+
+    def finish(self, reason: str, stop_reason: int | str | None = None) -> None:
+        """End the answer and release the text that was held back."""
+        self.finish_reason = reason
+        self.stop_reason = stop_reason
+        self._text.finish()
+
+    def output(self) -> CompletionOutput:
+        """The answer so far, as a caller sees it."""
+        return CompletionOutput(
+            index=self.index,
+            text=self._text.text,
+            token_ids=self.request.token_ids[self.request.num_prompt :],
+            cumulative_logprob=None if self._logprobs is None else self._cumulative_logprob,
+            logprobs=None if self._logprobs is None else list(self._logprobs),
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+        )

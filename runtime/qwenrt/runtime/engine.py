@@ -1,0 +1,209 @@
+"""LLMEngine: the loop that `LLM` and a server share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from time import perf_counter
+
+from qwenrt.plugins import RequestError
+
+from .backends import Backend
+from .completion import Completion
+from .engine_dir import EngineManifest, Limits
+from .model_runner import ModelRunner
+from .outputs import RequestOutput
+from .request import Request
+from .sampling.params import SamplingParams
+from .sampling.sampler import SampledToken, SequenceSampler, sample
+from .scheduler import Scheduler
+from .text.tokenizer import Tokenizer
+
+
+@dataclass(slots=True)
+class StepTimings:
+    """Seconds spent in each part of all steps so far."""
+
+    steps: int = 0
+    schedule: float = 0.0
+    prepare: float = 0.0
+    execute: float = 0.0
+    sample: float = 0.0
+    process: float = 0.0
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Add the time of the block to the part called `name`."""
+        start = perf_counter()
+        try:
+            yield
+        finally:
+            setattr(self, name, getattr(self, name) + perf_counter() - start)
+
+
+class _Job:
+    """What a caller asked for at once: one prompt and its n answers."""
+
+    def __init__(self, request_id: str, prompt: str | None, completions: list[Completion]) -> None:
+        self.request_id = request_id
+        self.prompt = prompt
+        self.completions = completions
+
+    @property
+    def finished(self) -> bool:
+        return all(completion.finish_reason for completion in self.completions)
+
+    def output(self) -> RequestOutput:
+        first = self.completions[0].request
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=first.token_ids[: first.num_prompt],
+            outputs=[completion.output() for completion in self.completions],
+            finished=self.finished,
+            num_cached_tokens=first.num_cached,
+        )
+
+
+class LLMEngine:
+    """Requests in, steps, outputs out. Not thread-safe: one thread owns an engine."""
+
+    def __init__(
+        self,
+        manifest: EngineManifest,
+        limits: Limits,
+        backend: Backend,
+        tokenizer: Tokenizer,
+        *,
+        num_kv_blocks: int,
+        enable_prefix_caching: bool = True,
+    ) -> None:
+        self.manifest = manifest
+        self.limits = limits
+        self.backend = backend
+        self.tokenizer = tokenizer
+        self.scheduler = Scheduler(limits, manifest.block_size, num_kv_blocks, enable_prefix_caching)
+        self.runner = ModelRunner(limits, manifest.block_size)
+        self.timings = StepTimings()
+        self._jobs: dict[str, _Job] = {}
+        self._answers: dict[Request, tuple[_Job, Completion]] = {}
+
+    def add_request(self, request_id: str, prompt: str | Sequence[int], params: SamplingParams) -> None:
+        """Queue a prompt (text or token ids); raises RequestError, and changes nothing, if it cannot be served."""
+        if request_id in self._jobs:
+            raise RequestError(f"request_id {request_id!r} is in use; abort it first or choose another")
+        token_ids, max_tokens = self._check(prompt, params)
+        job = _Job(request_id, prompt if isinstance(prompt, str) else None, [])
+        eos_token_ids = frozenset(self.manifest.eos_token_ids)
+        for index in range(params.n):
+            request = Request(
+                request_id=request_id,
+                token_ids=list(token_ids),
+                num_prompt=len(token_ids),
+                max_tokens=max_tokens,
+                params=params,
+                sampler=SequenceSampler(params, token_ids, eos_token_ids, index),
+            )
+            completion = Completion(index, request, self.tokenizer, eos_token_ids)
+            job.completions.append(completion)
+            self._answers[request] = (job, completion)
+            self.scheduler.add(request)
+        self._jobs[request_id] = job
+
+    def _check(self, prompt: str | Sequence[int], params: SamplingParams) -> tuple[list[int], int]:
+        """The prompt's token ids and how many tokens may follow; raises RequestError if the engine cannot serve that."""
+        vocab_size = self.manifest.model.vocab_size
+        params.validate_for(vocab_size)
+        most = self.limits.max_model_len
+        token_ids = self.tokenizer.encode(prompt, max_tokens=most) if isinstance(prompt, str) else list(prompt)
+        if not token_ids:
+            raise RequestError("prompt is empty; give at least one token")
+        for token in token_ids:
+            if type(token) is not int or not 0 <= token < vocab_size:
+                raise RequestError(f"prompt holds token id {token!r}; ids are integers from 0 to {vocab_size - 1}")
+        room = self.limits.max_model_len - len(token_ids)
+        if room < 1:
+            raise RequestError(
+                f"prompt has {len(token_ids)} tokens; with max_model_len {self.limits.max_model_len} it may have "
+                f"{self.limits.max_model_len - 1} at most"
+            )
+        pool = self.scheduler.pool.num_blocks
+        if params.max_tokens is None:
+            room = min(room, pool * self.manifest.block_size + 1 - len(token_ids))
+        max_tokens = room if params.max_tokens is None else min(room, params.max_tokens)
+        needed = self.scheduler.blocks_for_alone(len(token_ids), max(max_tokens, 1))
+        if needed > pool:
+            raise RequestError(
+                f"prompt has {len(token_ids)} tokens and max_tokens is {params.max_tokens}: that needs {needed} KV blocks and "
+                f"the pool has {pool}; lower max_tokens or raise num_kv_blocks"
+            )
+        return token_ids, max_tokens
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether there is anything to step for."""
+        return bool(self._jobs)
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """End a request now and free its blocks; returns what it had generated, or None if there is no such request."""
+        job = self._jobs.pop(request_id, None)
+        if job is None:
+            return None
+        for completion in job.completions:
+            if completion.finish_reason is None:
+                completion.finish("abort")
+                self._retire(completion)
+        return job.output()
+
+    def step(self) -> list[RequestOutput]:
+        """Compute one step; returns the requests that have something new, each with its answers so far.
+
+        If the engine or the sampler raises, the step is undone and every request is where it was before.
+        """
+        return [job.output() for job in self.step_jobs()]
+
+    def step_jobs(self) -> list[_Job]:
+        """`step` without building outputs: the jobs that have something new."""
+        timings = self.timings
+        with timings.part("schedule"):
+            plan = self.scheduler.plan()
+        if not plan.chunks:
+            assert not self._jobs, "requests are waiting and none can run"
+            return []
+        try:
+            with timings.part("prepare"):
+                inputs = self.runner.prepare(plan)
+            with timings.part("execute"):
+                logits = self.backend.execute(inputs)
+            with timings.part("sample"):
+                requests = [chunk.request for chunk in plan.chunks if chunk.samples]
+                sampled = sample(logits, [request.sampler for request in requests])
+        except BaseException:
+            self.scheduler.rollback(plan)
+            raise
+        with timings.part("schedule"):
+            self.scheduler.commit(plan, [None if isinstance(one, RequestError) else one.token_id for one in sampled])
+        with timings.part("process"):
+            changed = self._process(requests, sampled)
+        timings.steps += 1
+        return changed
+
+    def _process(self, requests: list[Request], sampled: list[SampledToken | RequestError]) -> list[_Job]:
+        changed: dict[_Job, None] = {}
+        for request, one in zip(requests, sampled, strict=True):
+            job, completion = self._answers[request]
+            if isinstance(one, RequestError):
+                completion.finish("abort", str(one))
+            else:
+                completion.append(one)
+            changed[job] = None
+            if completion.finish_reason is not None:
+                self._retire(completion)
+        for job in changed:
+            if job.finished:
+                del self._jobs[job.request_id]
+        return list(changed)
+
+    def _retire(self, completion: Completion) -> None:
+        self.scheduler.finish(completion.request)
+        del self._answers[completion.request]

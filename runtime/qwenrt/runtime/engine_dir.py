@@ -1,0 +1,308 @@
+"""The engine folder: what an export leaves and a runtime loads.
+
+`engine.json` (an `EngineManifest`) names every other file with its size and SHA-256. A folder is built in a hidden sibling and
+renamed when it is whole, so a folder that has its final name is complete.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import hashlib
+import json
+import math
+import os
+import shutil
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from qwenrt.plugins import ConfigError
+
+FORMAT_VERSION = 1
+MANIFEST_NAME = "engine.json"
+_MAX_MANIFEST_BYTES = 1 << 20
+_HASHED_AT_LOAD_BYTES = 64 << 20
+"""Files up to this size are hashed whenever a folder is opened; larger ones (weights) only by `EngineDir.verify`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """The shape of the decoder that an engine holds; sizes are in elements."""
+
+    architecture: str
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_position_embeddings: int
+    rope_theta: float
+    rope_type: str
+    rms_norm_eps: float
+    tie_word_embeddings: bool
+    attention_bias: bool
+    num_parameters: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What one engine accepts at most: sequences and tokens in a step, tokens in a sequence."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FileEntry:
+    """Size in bytes and SHA-256 (hex) of one file of the folder."""
+
+    size: int
+    sha256: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineManifest:
+    """The contents of `engine.json`; see DESIGN of the folder in runtime/README.md."""
+
+    producer: str
+    target: str
+    model: ModelSpec
+    dtype: str
+    weights: str
+    kv_dtype: str
+    block_size: int
+    limits: Limits
+    eos_token_ids: tuple[int, ...]
+    opset: int
+    plugin_version: int
+    files: dict[str, FileEntry] = dataclasses.field(default_factory=dict)
+    format_version: int = FORMAT_VERSION
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of K and V that one token takes in all layers' pools."""
+        item = {"float32": 4, "float16": 2, "bfloat16": 2}[self.kv_dtype]
+        return self.model.num_layers * 2 * self.model.num_kv_heads * self.model.head_dim * item
+
+    def to_json(self) -> str:
+        """The manifest as indented JSON text."""
+        return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> EngineManifest:
+        """Parse and check a manifest; raises ConfigError naming the field that is wrong."""
+        try:
+            value = json.loads(text)
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise ConfigError(f"{MANIFEST_NAME} is not JSON ({error}); export the engine again") from None
+        version = value.get("format_version") if isinstance(value, dict) else None
+        if version != FORMAT_VERSION:
+            raise ConfigError(
+                f"{MANIFEST_NAME}: format_version is {version!r}, this qwenrt reads {FORMAT_VERSION}; export the engine again"
+            )
+        manifest: EngineManifest = _decode(cls, value, "")
+        manifest._check_ranges()
+        return manifest
+
+    def _check_ranges(self) -> None:
+        positive = {
+            f"model.{name}": getattr(self.model, name)
+            for name in ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size")
+        }
+        positive |= {f"limits.{f.name}": getattr(self.limits, f.name) for f in dataclasses.fields(Limits)}
+        positive["block_size"] = self.block_size
+        for name, value in positive.items():
+            if not 1 <= value < 2**31:
+                raise ConfigError(
+                    f"{MANIFEST_NAME}: {name} is {value}, must be 1 to 2147483647; export the engine again"
+                )
+        if self.kv_dtype not in ("float32", "float16", "bfloat16"):
+            raise ConfigError(f"{MANIFEST_NAME}: kv_dtype is {self.kv_dtype!r}, must be float32, float16 or bfloat16")
+        for token in self.eos_token_ids:
+            if not 0 <= token < self.model.vocab_size:
+                raise ConfigError(
+                    f"{MANIFEST_NAME}: eos_token_ids holds {token}, the vocabulary has {self.model.vocab_size}"
+                )
+        for name in self.files:
+            if name in ("", ".", "..", MANIFEST_NAME) or any(c in name for c in "/\\\0"):
+                raise ConfigError(f"{MANIFEST_NAME}: files holds {name!r}, which is not a plain file name")
+
+
+def _decode(kind: Any, value: Any, where: str) -> Any:
+    """Turn a JSON value into `kind`: a dataclass, int, float, str, bool, tuple[X, ...] or dict[str, X]."""
+    origin = typing.get_origin(kind)
+    if dataclasses.is_dataclass(kind):
+        if not isinstance(value, dict):
+            raise ConfigError(
+                f"{MANIFEST_NAME}: {where or 'the top level'} must be an object, not {type(value).__name__}"
+            )
+        hints = typing.get_type_hints(kind)
+        for name in sorted(value.keys() ^ hints.keys()):
+            state = "unknown" if name in value else "missing"
+            raise ConfigError(f"{MANIFEST_NAME}: field {where}{name} is {state}; export the engine again")
+        return kind(**{name: _decode(hints[name], value[name], f"{where}{name}.") for name in hints})  # type: ignore[operator]
+    if origin is tuple and isinstance(value, list):
+        return tuple(_decode(typing.get_args(kind)[0], item, where) for item in value)
+    if origin is dict and isinstance(value, dict):
+        return {name: _decode(typing.get_args(kind)[1], item, f"{where}{name}.") for name, item in value.items()}
+    if kind is float and type(value) in (int, float) and math.isfinite(value):
+        return float(value)
+    if isinstance(kind, type) and type(value) is kind and kind is not float:
+        return value
+    expected = "a list" if origin is tuple else "an object" if origin is dict else kind.__name__
+    raise ConfigError(f"{MANIFEST_NAME}: {where.rstrip('.')} must be {expected}, not {str(value)[:40]!r}")
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineDir:
+    """An engine folder whose manifest and file sizes have been checked."""
+
+    path: Path
+    manifest: EngineManifest
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> EngineDir:
+        """Read and check a folder; raises ConfigError naming the file that is missing, resized or changed."""
+        folder = Path(path)
+        manifest_path = folder / MANIFEST_NAME
+        if not folder.is_dir():
+            raise ConfigError(f"engine folder {folder} does not exist; make one with: qwenrt export MODEL {folder}")
+        if not manifest_path.is_file():
+            hint = (
+                "a checkpoint: run qwenrt export on it first"
+                if (folder / "config.json").is_file()
+                else "no engine folder"
+            )
+            raise ConfigError(f"{folder} has no {MANIFEST_NAME}; it is {hint}")
+        if manifest_path.stat().st_size > _MAX_MANIFEST_BYTES:
+            raise ConfigError(f"{manifest_path} is larger than {_MAX_MANIFEST_BYTES} bytes; export the engine again")
+        try:
+            manifest = EngineManifest.from_json(manifest_path.read_text(encoding="utf-8"))
+        except UnicodeDecodeError:
+            raise ConfigError(f"{manifest_path} is not UTF-8; export the engine again") from None
+        engine = cls(folder, manifest)
+        for name, entry in manifest.files.items():
+            engine._check_file(name, entry, hashed=entry.size <= _HASHED_AT_LOAD_BYTES)
+        return engine
+
+    def verify(self) -> None:
+        """Hash every file, weights too; raises ConfigError naming the first that differs from the manifest."""
+        for name, entry in self.manifest.files.items():
+            self._check_file(name, entry, hashed=True)
+
+    def file(self, name: str) -> Path:
+        """Path of a file that the manifest lists; raises ConfigError if it does not."""
+        if name not in self.manifest.files:
+            raise ConfigError(f"engine folder {self.path} has no {name}; export the engine again")
+        return self.path / name
+
+    def _check_file(self, name: str, entry: FileEntry, *, hashed: bool) -> None:
+        path = self.path / name
+        if path.is_symlink() or not path.is_file():
+            raise ConfigError(f"engine file {path} is missing or not a plain file; export the engine again")
+        size = path.stat().st_size
+        if size != entry.size:
+            raise ConfigError(
+                f"engine file {path} has {size} bytes, the manifest says {entry.size}; export the engine again"
+            )
+        if hashed and sha256_of(path) != entry.sha256:
+            raise ConfigError(
+                f"engine file {path} was changed after the export (SHA-256 differs); export the engine again"
+            )
+
+
+def sha256_of(path: Path) -> str:
+    """SHA-256 of a file, in hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+class EngineDirWriter:
+    """A folder being built; put files into `path` and call `seal` once they are all there."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.sealed = False
+
+    def seal(self, manifest: EngineManifest) -> None:
+        """Hash the files now in the folder and write the manifest that lists them."""
+        files = {}
+        for path in sorted(self.path.iterdir()):
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+            files[path.name] = FileEntry(size=path.stat().st_size, sha256=sha256_of(path))
+        manifest_path = self.path / MANIFEST_NAME
+        with manifest_path.open("w", encoding="utf-8") as text:
+            text.write(dataclasses.replace(manifest, files=files).to_json())
+            text.flush()
+            os.fsync(text.fileno())
+        self.sealed = True
+
+
+@contextlib.contextmanager
+def write_engine_dir(out: str | os.PathLike[str], *, overwrite: bool = False) -> Iterator[EngineDirWriter]:
+    """Build an engine folder in a hidden sibling of `out` and give it its name when the block ends and it was sealed.
+
+    On an exception, or when the process is killed, nothing stands at `out` that was not there before; what a killed process
+    left is removed by the next export to the same name. Raises ConfigError when `out` exists and is not an engine folder, or
+    is one and `overwrite` is false, or when its parent cannot be written.
+    """
+    target = Path(os.path.abspath(out))
+    _check_target(target, overwrite)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _remove_abandoned(target)
+        partial = target.parent / f".{target.name}.partial-{os.getpid()}"
+        partial.mkdir()
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write engine folder {target}: {error.strerror}; choose a folder that you can write"
+        ) from None
+    lock = os.open(partial, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        writer = EngineDirWriter(partial)
+        yield writer
+        assert writer.sealed, "an engine folder was not sealed"
+        _check_target(target, overwrite)
+        if target.exists():
+            replaced = target.parent / f".{target.name}.partial-{os.getpid()}-replaced"
+            target.rename(replaced)
+            partial.rename(target)
+            shutil.rmtree(replaced, ignore_errors=True)
+        else:
+            partial.rename(target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+        os.close(lock)
+
+
+def _check_target(target: Path, overwrite: bool) -> None:
+    if not target.exists() and not target.is_symlink():
+        return
+    if target.is_dir() and not target.is_symlink():
+        if (target / MANIFEST_NAME).is_file():
+            if overwrite:
+                return
+            raise ConfigError(f"engine folder {target} exists; choose another name or pass --force to replace it")
+        if not any(target.iterdir()):
+            return
+    raise ConfigError(f"{target} exists and is not an engine folder; choose another name")
+
+
+def _remove_abandoned(target: Path) -> None:
+    """Remove what killed exports left; a folder whose writer lives is locked."""
+    for path in target.parent.glob(f".{target.name}.partial-*"):
+        with contextlib.suppress(OSError):
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path, ignore_errors=True)
+            finally:
+                os.close(descriptor)

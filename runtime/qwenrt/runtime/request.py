@@ -1,0 +1,72 @@
+"""One sequence being generated, as the scheduler sees it."""
+
+from __future__ import annotations
+
+import enum
+from array import array
+from dataclasses import dataclass, field
+
+from .sampling.params import SamplingParams
+from .sampling.sampler import SequenceSampler
+
+
+class RequestStatus(enum.Enum):
+    """Where a request is: in the waiting queue, in the running list, or in neither for good."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Request:
+    """A sequence and how far it is: tokens below `num_computed` have their K and V in `block_ids`.
+
+    Outside a step `len(block_ids) == ceil(num_computed / block_size)`. A request that was preempted, one that is half prefilled
+    and one that decodes differ only in their integers.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    """Prompt, then what was generated."""
+    num_prompt: int
+    max_tokens: int
+    """How many tokens may be generated, after every limit was applied."""
+    params: SamplingParams
+    sampler: SequenceSampler
+    num_computed: int = 0
+    block_ids: array[int] = field(default_factory=lambda: array("i"))
+    block_hashes: list[bytes] = field(default_factory=list)
+    """Chained hashes of the full blocks of `token_ids`, extended when they are asked for."""
+    status: RequestStatus = RequestStatus.WAITING
+    num_cached: int = 0
+    """Tokens that the last admission found in the prefix cache."""
+    num_preemptions: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and generated tokens so far."""
+        return len(self.token_ids)
+
+    @property
+    def num_generated(self) -> int:
+        """Generated tokens so far."""
+        return len(self.token_ids) - self.num_prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Compute tokens `start` to `start + count` of a request in this step, and sample after the last one if `samples`."""
+
+    request: Request
+    start: int
+    count: int
+    samples: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What one step computes, and which requests lost their blocks to make room for it."""
+
+    chunks: list[Chunk]
+    preempted: list[Request]

@@ -1,0 +1,1 @@
+"""From a row of logits to a token: parameters, logits processors, the sampler."""

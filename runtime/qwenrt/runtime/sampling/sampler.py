@@ -1,0 +1,158 @@
+"""The sampler: one state per sequence, one call per step for all rows of logits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from qwenrt.plugins import RequestError
+
+from .params import SamplingParams
+from .processors import Floats, Penalties, draw, largest, nucleus
+
+LOWEST_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON cannot say."""
+_SMALLEST_SCALE = float(np.finfo(np.float32).tiny)
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """A token, and its log-probability (nats) where the request asked for log-probabilities.
+
+    Log-probabilities are those of the model's own distribution, before any processing; finite, -9999.0 at the least.
+    """
+
+    token_id: int
+    logprob: float | None
+    top_logprobs: dict[int, float] | None
+    """The most likely tokens, most likely first."""
+
+
+class SequenceSampler:
+    """The sampling state of one sequence: its random generator, how many tokens it has, and which.
+
+    What it draws depends on the logits, (seed, index) and the number of tokens drawn before, on nothing else.
+    """
+
+    def __init__(
+        self, params: SamplingParams, prompt_token_ids: Sequence[int], eos_token_ids: Iterable[int], index: int
+    ) -> None:
+        self.params = params
+        self.num_generated = 0
+        self._held_back = np.array(sorted({*eos_token_ids, *params.stop_token_ids}), dtype=np.int64)
+        """Tokens that cannot be taken before `min_tokens`."""
+        self._random: np.random.Generator | None = None
+        if not params.greedy:
+            entropy = None if params.seed is None else params.seed % 2**64
+            self._random = np.random.Generator(np.random.PCG64(np.random.SeedSequence(entropy, spawn_key=(index,))))
+        bias = params.logit_bias or {}
+        self._bias_ids = np.fromiter(bias.keys(), dtype=np.int64, count=len(bias))
+        self._bias = np.fromiter(bias.values(), dtype=np.float32, count=len(bias))
+        self._penalties: Penalties | None = None
+        if (params.repetition_penalty, params.frequency_penalty, params.presence_penalty) != (1.0, 0.0, 0.0):
+            self._penalties = Penalties(
+                prompt_token_ids,
+                repetition=params.repetition_penalty,
+                frequency=params.frequency_penalty,
+                presence=params.presence_penalty,
+            )
+
+    def sample(self, logits: Floats) -> SampledToken:
+        """Take the next token from `logits` [vocab], which are overwritten; raises RequestError if no token can be taken."""
+        logprobs = None
+        with np.errstate(over="ignore"):
+            if self.params.logprobs is not None:
+                logprobs = _RawLogprobs(logits, self.params.logprobs)
+            self._process(logits)
+            peak = _peak(logits)
+            token_id = (
+                int((logits == peak).argmax()) if self._random is None else self._draw(logits, peak, self._random)
+            )
+        self.num_generated += 1
+        if self._penalties is not None:
+            self._penalties.record(token_id)
+        if logprobs is None:
+            return SampledToken(token_id, None, None)
+        return SampledToken(token_id, logprobs.of(token_id), logprobs.top)
+
+    def _process(self, logits: Floats) -> None:
+        """All that can change which token is the most likely, in place."""
+        if self.num_generated < self.params.min_tokens:
+            logits[self._held_back] = -np.inf
+        if len(self._bias_ids):
+            logits[self._bias_ids] += self._bias
+        if self._penalties is not None:
+            self._penalties.apply(logits)
+
+    def _draw(self, logits: Floats, peak: np.float32, random: np.random.Generator) -> int:
+        params = self.params
+        ids = None
+        if 0 < params.top_k < len(logits):
+            ids = largest(logits, params.top_k)
+            logits = logits[ids]
+        np.subtract(logits, peak, out=logits)
+        # A factor that is never 0 keeps masked logits (-inf) masked at any temperature.
+        np.multiply(logits, np.float32(max(1.0 / params.temperature, _SMALLEST_SCALE)), out=logits)
+        if params.min_p > 0.0:
+            near = np.flatnonzero(logits >= np.float32(math.log(params.min_p)))
+            ids = near if ids is None else ids[near]
+            logits = logits[near]
+        weights = np.exp(logits, out=logits)
+        if params.top_p < 1.0:
+            top = nucleus(weights, params.top_p)
+            ids = top if ids is None else ids[top]
+            weights = weights[top]
+        place = draw(weights, random.random())
+        return place if ids is None else int(ids[place])
+
+
+def _peak(logits: Floats) -> np.float32:
+    """The largest logit; raises RequestError if there is none to sample."""
+    peak: np.float32 = logits.max()
+    if np.isfinite(peak):
+        return peak
+    if peak == -np.inf:
+        raise RequestError(
+            "no token is left to sample: every logit is -inf after logit_bias and min_tokens; loosen them"
+        )
+    raise RequestError(
+        f"the model gave {peak} as a logit, so no token can be sampled; use an engine with a wider dtype"
+    )
+
+
+class _RawLogprobs:
+    """Log-probabilities of a row of logits [vocab] as the model gave it, and the `count` highest."""
+
+    def __init__(self, logits: Floats, count: int) -> None:
+        peak = _peak(logits)
+        self._logits = logits.copy()
+        weights = logits - peak
+        np.exp(weights, out=weights)
+        self._log_sum = float(peak) + math.log(float(weights.sum(dtype=np.float64)))
+        top = largest(logits, count) if count else np.arange(0)
+        order = top[np.argsort(-logits[top], kind="stable")]
+        self.top = {int(token_id): self.of(int(token_id)) for token_id in order}
+
+    def of(self, token_id: int) -> float:
+        """Log-probability of a token, nats."""
+        return max(float(self._logits[token_id]) - self._log_sum, LOWEST_LOGPROB)
+
+
+def sample(logits: Floats, samplers: Sequence[SequenceSampler]) -> list[SampledToken | RequestError]:
+    """Take one token per sequence from `logits` float32 [R, vocab], row i for `samplers[i]`; `logits` may be overwritten.
+
+    A row from which no token can be taken (not finite, or everything masked) gives its RequestError in that place and leaves
+    the others alone; its sampler's state is unchanged.
+    """
+    assert len(logits) == len(samplers)
+    return [_sample_row(row, sampler) for row, sampler in zip(logits, samplers, strict=True)]
+
+
+def _sample_row(row: Floats, sampler: SequenceSampler) -> SampledToken | RequestError:
+    try:
+        return sampler.sample(row)
+    except RequestError as error:
+        return error

@@ -1,0 +1,163 @@
+"""Continuous batching: which tokens of which requests a step computes."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from .block_pool import BlockPool
+from .engine_dir import Limits
+from .prefix_cache import extend_block_hashes
+from .request import Chunk, Request, RequestStatus, StepPlan
+
+
+class Scheduler:
+    """Shares the tokens of each step and the KV blocks among the requests, first come first served.
+
+    A step is `plan`, then `commit` when it was computed or `rollback` when it was not. When blocks run out, the youngest running
+    request gives its blocks up and is computed again later.
+    """
+
+    def __init__(self, limits: Limits, block_size: int, num_blocks: int, enable_prefix_caching: bool = True) -> None:
+        self.limits = limits
+        self.block_size = block_size
+        self.pool = BlockPool(num_blocks)
+        self.enable_prefix_caching = enable_prefix_caching
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.num_preemptions = 0
+
+    def add(self, request: Request) -> None:
+        """Queue a request; the caller has made sure that it fits the pool when it is alone."""
+        self.waiting.append(request)
+
+    def finish(self, request: Request) -> None:
+        """Take a request out, finished or aborted, and free its blocks; a second call does nothing."""
+        if request.status is RequestStatus.RUNNING:
+            self.running.remove(request)
+        elif request.status is RequestStatus.WAITING:
+            self.waiting.remove(request)
+        request.status = RequestStatus.FINISHED
+        self._shrink(request, 0)
+
+    def plan(self) -> StepPlan:
+        """Reserve blocks and choose the chunks of the next step.
+
+        There is at least one chunk whenever there is a request, since every request fits an empty pool.
+        """
+        chunks: list[Chunk] = []
+        preempted: list[Request] = []
+        budget = self.limits.max_num_batched_tokens
+        position = 0
+        while position < len(self.running) and budget > 0:
+            request = self.running[position]
+            count = min(request.num_tokens - request.num_computed, budget)
+            while self._missing_blocks(request, count) > self.pool.num_free and position < len(self.running):
+                preempted.append(self._preempt_youngest())
+            if position == len(self.running):
+                break
+            chunks.append(self._reserve(request, count))
+            budget -= count
+            position += 1
+        if not preempted:
+            self._admit(chunks, budget)
+        return StepPlan(chunks, preempted)
+
+    def commit(self, plan: StepPlan, tokens: Sequence[int | None]) -> None:
+        """Count the plan's tokens as computed, publish the blocks they fill, and append the sampled `tokens`, in plan order.
+
+        A request that got no token (None) must be finished before the next plan.
+        """
+        sampled = iter(tokens)
+        for chunk in plan.chunks:
+            request = chunk.request
+            full_before = request.num_computed // self.block_size
+            request.num_computed += chunk.count
+            if self.enable_prefix_caching:
+                self._extend_hashes(request)
+                for index in range(full_before, request.num_computed // self.block_size):
+                    self.pool.cache.publish(request.block_hashes[index], request.block_ids[index])
+            if chunk.samples and (token := next(sampled)) is not None:
+                request.token_ids.append(token)
+
+    def rollback(self, plan: StepPlan) -> None:
+        """Give back what `plan` reserved; what was computed before it stays computed."""
+        for chunk in plan.chunks:
+            if chunk.request.status is RequestStatus.RUNNING:
+                self._shrink(chunk.request, self._blocks_for(chunk.request.num_computed))
+
+    def blocks_for_alone(self, num_prompt: int, max_tokens: int) -> int:
+        """Blocks that a request needs at most; the last token that it samples is never written to the cache."""
+        return self._blocks_for(num_prompt + max_tokens - 1)
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def _missing_blocks(self, request: Request, count: int) -> int:
+        return self._blocks_for(request.num_computed + count) - len(request.block_ids)
+
+    def _reserve(self, request: Request, count: int) -> Chunk:
+        for _ in range(self._missing_blocks(request, count)):
+            request.block_ids.append(self.pool.allocate())
+        start = request.num_computed
+        return Chunk(request, start, count, samples=start + count == request.num_tokens)
+
+    def _shrink(self, request: Request, num_blocks: int) -> None:
+        self.pool.release(request.block_ids[num_blocks:])
+        del request.block_ids[num_blocks:]
+
+    def _preempt_youngest(self) -> Request:
+        victim = self.running.pop()
+        self._shrink(victim, 0)
+        victim.num_computed = 0
+        victim.status = RequestStatus.WAITING
+        victim.num_preemptions += 1
+        self.num_preemptions += 1
+        self.waiting.appendleft(victim)
+        return victim
+
+    def _extend_hashes(self, request: Request) -> None:
+        extend_block_hashes(request.block_hashes, request.token_ids, self.block_size)
+
+    def _admit(self, chunks: list[Chunk], budget: int) -> None:
+        """Move waiting requests into the step while tokens, blocks and places last.
+
+        A request whose next block is just being computed by another one waits for it: requests that arrive together with a
+        common prefix compute it once.
+        """
+        promised = sum(self._blocks_for(request.num_tokens) - len(request.block_ids) for request in self.running)
+        in_flight = {value for request in self.running for value in self._hashes_in_flight(request)}
+        deferred: list[Request] = []
+        max_seqs = self.limits.max_num_seqs
+        while self.waiting and budget > 0 and len(self.running) < max_seqs and len(deferred) < max_seqs:
+            request = self.waiting[0]
+            hits: list[int] = []
+            if self.enable_prefix_caching:
+                self._extend_hashes(request)
+                # The last token is always computed, since its logits are wanted.
+                usable = request.block_hashes[: (request.num_tokens - 1) // self.block_size]
+                hits = self.pool.cache.find(usable)
+                if len(hits) < len(usable) and usable[len(hits)] in in_flight:
+                    deferred.append(self.waiting.popleft())
+                    continue
+            needed = self._blocks_for(request.num_tokens) - len(hits)
+            if needed + self.pool.num_free_among(hits) + promised > self.pool.num_free:
+                break
+            self.waiting.popleft()
+            self._start(request, hits)
+            count = min(request.num_tokens - request.num_computed, budget)
+            chunks.append(self._reserve(request, count))
+            budget -= count
+            promised += self._blocks_for(request.num_tokens) - len(request.block_ids)
+            in_flight.update(self._hashes_in_flight(request))
+        self.waiting.extendleft(reversed(deferred))
+
+    def _start(self, request: Request, hits: list[int]) -> None:
+        self.pool.acquire(hits)
+        request.block_ids.extend(hits)
+        request.num_computed = request.num_cached = len(hits) * self.block_size
+        request.status = RequestStatus.RUNNING
+        self.running.append(request)
+
+    def _hashes_in_flight(self, request: Request) -> list[bytes]:
+        return request.block_hashes[request.num_computed // self.block_size :]

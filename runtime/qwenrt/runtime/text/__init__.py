@@ -1,0 +1,1 @@
+"""Text to tokens and back: tokenizer, incremental detokenizer, stop strings, chat template."""

@@ -1,0 +1,184 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import multiprocessing
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qwenrt.runtime import ConfigError, EngineDir, EngineManifest
+from qwenrt.runtime.engine_dir import Limits, ModelSpec, write_engine_dir
+
+MANIFEST = EngineManifest(
+    producer="qwenrt test",
+    target="onnxruntime",
+    model=ModelSpec(
+        architecture="Qwen3ForCausalLM",
+        num_layers=28,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_heads=16,
+        num_kv_heads=8,
+        head_dim=128,
+        vocab_size=151936,
+        max_position_embeddings=40960,
+        rope_theta=1e6,
+        rope_type="default",
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=True,
+        attention_bias=False,
+        num_parameters=596049920,
+    ),
+    dtype="float32",
+    weights="float32",
+    kv_dtype="float16",
+    block_size=32,
+    limits=Limits(max_num_seqs=16, max_num_batched_tokens=512, max_model_len=4096),
+    eos_token_ids=(151645, 151643),
+    opset=23,
+    plugin_version=1,
+)
+
+
+def write(out: Path, *, overwrite: bool = False, text: str = "weights") -> None:
+    with write_engine_dir(out, overwrite=overwrite) as writer:
+        (writer.path / "model.onnx").write_text("graph")
+        (writer.path / "model.safetensors").write_text(text)
+        writer.seal(MANIFEST)
+
+
+def edit(out: Path, **changes: Any) -> None:
+    path = out / "engine.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def test_a_written_folder_opens_with_the_manifest_that_was_sealed(tmp_path: Path) -> None:
+    write(tmp_path / "out")
+    engine = EngineDir.open(tmp_path / "out")
+    assert dataclasses.replace(engine.manifest, files={}) == MANIFEST
+    assert engine.manifest.files.keys() == {"model.onnx", "model.safetensors"}
+    engine.verify()
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_kv_bytes_per_token_counts_k_and_v_of_every_layer() -> None:
+    assert MANIFEST.kv_bytes_per_token == 28 * 2 * 8 * 128 * 2
+
+
+def test_an_exception_leaves_nothing(tmp_path: Path) -> None:
+    def fail() -> None:
+        with write_engine_dir(tmp_path / "out") as writer:
+            (writer.path / "model.onnx").write_text("graph")
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
+    assert not list(tmp_path.iterdir())
+
+
+def hang_while_writing(out: Path) -> None:
+    with write_engine_dir(out) as writer:
+        (writer.path / "started").touch()
+        time.sleep(60)
+
+
+def test_a_killed_writer_leaves_no_folder_and_the_next_one_cleans_up(tmp_path: Path) -> None:
+    process = multiprocessing.get_context("fork").Process(target=hang_while_writing, args=(tmp_path / "out",))
+    process.start()
+    while not list(tmp_path.glob(".out.partial-*/started")):
+        time.sleep(0.01)
+    write(tmp_path / "other")
+    assert list(tmp_path.glob(".out.partial-*")), "a live writer's folder was removed"
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    assert not (tmp_path / "out").exists()
+    write(tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "out"]
+
+
+def test_an_engine_is_replaced_only_when_asked(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    write(out)
+    with pytest.raises(ConfigError, match="exists; choose another name or pass --force"):
+        write(out)
+    write(out, overwrite=True, text="other weights")
+    assert EngineDir.open(out).file("model.safetensors").read_text() == "other weights"
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_what_is_not_an_engine_folder_is_never_replaced(tmp_path: Path, overwrite: bool) -> None:
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "thesis.txt").write_text("years")
+    (tmp_path / "file").write_text("text")
+    (tmp_path / "link").symlink_to(tmp_path / "precious")
+    for name in ("precious", "file", "link"):
+        with pytest.raises(ConfigError, match=f"{name} exists and is not an engine folder"):
+            write(tmp_path / name, overwrite=overwrite)
+    assert (tmp_path / "precious" / "thesis.txt").read_text() == "years"
+
+
+def test_a_parent_that_cannot_be_made_is_one_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("text")
+    with pytest.raises(ConfigError, match="cannot write engine folder"):
+        write(tmp_path / "file" / "out")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"format_version": 2}, "format_version is 2, this qwenrt reads 1"),
+        ({"format_version": "1"}, "format_version is '1'"),
+        ({"surprise": 1}, "field surprise is unknown"),
+        ({"block_size": 0}, "block_size is 0"),
+        ({"block_size": True}, "block_size must be int"),
+        ({"block_size": "16"}, "block_size must be int"),
+        ({"kv_dtype": "float8"}, "kv_dtype is 'float8'"),
+        ({"eos_token_ids": [151936]}, "eos_token_ids holds 151936"),
+        ({"eos_token_ids": 5}, "eos_token_ids must be a list"),
+        ({"limits": {"max_num_seqs": 1}}, "field limits.max_model_len is missing"),
+        ({"limits": None}, "limits. must be an object"),
+        ({"files": {"../model.onnx": {"size": 1, "sha256": ""}}}, "'../model.onnx', which is not a plain file name"),
+        ({"files": {"absent": {"size": 1, "sha256": ""}}}, "absent is missing"),
+        ({"files": {"model.onnx": {"size": 9, "sha256": ""}}}, "model.onnx has 5 bytes, the manifest says 9"),
+    ],
+)
+def test_a_wrong_manifest_is_refused_by_field(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    write(tmp_path / "out")
+    edit(tmp_path / "out", **changes)
+    with pytest.raises(ConfigError, match=message):
+        EngineDir.open(tmp_path / "out")
+
+
+def test_a_manifest_that_is_no_json_text_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / "out")
+    path = tmp_path / "out" / "engine.json"
+    for content in (b"", b"{", b"[" * 100_000, b"\xff", b"[]", b" " * (2 << 20)):
+        path.write_bytes(content)
+        with pytest.raises(ConfigError, match=r"engine\.json"):
+            EngineDir.open(tmp_path / "out")
+
+
+def test_changed_and_replaced_files_are_noticed(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    write(out)
+    (out / "model.onnx").write_text("hparg")
+    with pytest.raises(ConfigError, match=r"model\.onnx was changed after the export"):
+        EngineDir.open(out)
+    (out / "model.onnx").unlink()
+    (out / "model.onnx").symlink_to("/etc/hostname")
+    with pytest.raises(ConfigError, match=r"model\.onnx is missing or not a plain file"):
+        EngineDir.open(out)
+
+
+def test_opening_something_else_says_what_to_run(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="does not exist; make one with: qwenrt export"):
+        EngineDir.open(tmp_path / "nowhere")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="a checkpoint: run qwenrt export on it first"):
+        EngineDir.open(tmp_path)
