@@ -1,0 +1,177 @@
+"""A checkpoint folder's weights: which tensor lies in which file, and whether they are what the config promises."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy.typing as npt
+
+from qwenrt.plugins import ConfigError
+
+from .config import ModelConfig
+from .folder import checked_folder, plain_file
+from .json_fields import read_json_object, shown
+from .safetensors_file import DTYPES, SafetensorsFile, TensorInfo
+
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_PREFIX = "model."
+_ROOTS = ("embed_tokens.", "layers.", "norm.")
+"""What the names of a decoder's tensors start with, after the prefix `model.` or in its place."""
+
+
+class Checkpoint:
+    """The tensors of a checkpoint, memory-mapped. Names have the prefix `model.`, whether or not the files write it."""
+
+    def __init__(self, folder: Path, files: dict[str, SafetensorsFile], weight_map: dict[str, str]) -> None:
+        self.folder = folder
+        self._files = files
+        self._sources = {
+            canonical: (weight_map[name], name) for canonical, name in _canonical_names(folder, weight_map).items()
+        }
+        self.tensors: dict[str, TensorInfo] = {
+            name: files[file].tensors[stored] for name, (file, stored) in self._sources.items()
+        }
+
+    def read(self, name: str) -> npt.NDArray[Any]:
+        """A tensor as a view of the mapped file, float32, float16, or bfloat16 as its bits in uint16."""
+        file, stored = self._sources[name]
+        return self._files[file].read(stored)
+
+    def forget(self, name: str) -> None:
+        """Drop a tensor's pages from this process's memory; a later read maps them again."""
+        file, stored = self._sources[name]
+        self._files[file].forget(stored)
+
+    def check(self, config: ModelConfig) -> None:
+        """Raise ConfigError unless the tensors are those of `config`: none missing, none unknown, shapes and types right."""
+        expected = expected_shapes(config)
+        # A tied head is the embedding, whatever the file holds in its place; inv_freq is what older transformers saved of RoPE.
+        extra = [
+            name
+            for name in self.tensors
+            if name not in expected
+            and not name.endswith("rotary_emb.inv_freq")
+            and not (config.tie_word_embeddings and name.startswith("lm_head."))
+        ]
+        missing = [name for name in expected if name not in self.tensors]
+        if missing:
+            raise ConfigError(
+                f"checkpoint {self.folder} lacks {_some(missing)}, which its config.json asks for; download it again"
+            )
+        if extra:
+            raise ConfigError(
+                f"checkpoint {self.folder} has {_some(extra)}, which its config.json has no place for; "
+                "give the checkpoint that belongs to the config"
+            )
+        for name, shape in expected.items():
+            info = self.tensors[name]
+            if info.shape != shape:
+                raise ConfigError(f"{info.file}: {name} has shape {list(info.shape)}, {_reason(name, shape, config)}")
+            if info.dtype not in DTYPES:
+                raise ConfigError(
+                    f"{info.file}: {name} is {info.dtype}, must be {', '.join(DTYPES)}; give an unquantized checkpoint"
+                )
+
+
+def open_checkpoint(folder: str | os.PathLike[str]) -> Checkpoint:
+    """Map a folder's `model.safetensors`, or the shards that `model.safetensors.index.json` names; the index wins.
+
+    Raises ConfigError naming the file that is missing, truncated, damaged, or not where the index says.
+    """
+    path = checked_folder(folder)
+    if os.path.lexists(path / _INDEX):
+        weight_map = _read_index(path)
+        files = {name: SafetensorsFile(plain_file(path, name)) for name in sorted(set(weight_map.values()))}
+        for name, file in weight_map.items():
+            if name not in files[file].tensors:
+                raise ConfigError(
+                    f"{path / file} lacks {shown(name)}, which {_INDEX} places there; download the checkpoint again"
+                )
+        return Checkpoint(path, files, weight_map)
+    if not os.path.lexists(path / _SINGLE):
+        other = next(iter(sorted(path.glob("*.bin")) + sorted(path.glob("*.pt*")) + sorted(path.glob("*.gguf"))), None)
+        found = f"; {other.name} is not read, save it as safetensors" if other else ""
+        raise ConfigError(f"checkpoint {path} has neither {_SINGLE} nor {_INDEX}{found}")
+    single = SafetensorsFile(plain_file(path, _SINGLE))
+    return Checkpoint(path, {_SINGLE: single}, dict.fromkeys(single.tensors, _SINGLE))
+
+
+def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor that a checkpoint of `config` must hold, as transformers names them."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
+    projections = {
+        "q_proj": (config.q_size, hidden),
+        "k_proj": (config.kv_size, hidden),
+        "v_proj": (config.kv_size, hidden),
+        "o_proj": (hidden, config.q_size),
+    }
+    for layer in range(config.num_layers):
+        prefix = f"model.layers.{layer}."
+        for name, shape in projections.items():
+            shapes[f"{prefix}self_attn.{name}.weight"] = shape
+            if config.attention_bias:
+                shapes[f"{prefix}self_attn.{name}.bias"] = shape[:1]
+        for name in ("q_norm", "k_norm"):
+            shapes[f"{prefix}self_attn.{name}.weight"] = (config.head_dim,)
+        for name in ("gate_proj", "up_proj"):
+            shapes[f"{prefix}mlp.{name}.weight"] = (inner, hidden)
+        shapes[prefix + "mlp.down_proj.weight"] = (hidden, inner)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            shapes[f"{prefix}{name}.weight"] = (hidden,)
+    shapes["model.norm.weight"] = (hidden,)
+    if not config.tie_word_embeddings:
+        shapes["lm_head.weight"] = (config.vocab_size, hidden)
+    return shapes
+
+
+def _canonical_names(folder: Path, names: Iterable[str]) -> dict[str, str]:
+    """Names with the prefix `model.` to names as stored; all of the decoder's names must have it, or none."""
+    flat = [name for name in names if name.startswith(_ROOTS)]
+    prefixed = [name for name in names if name.startswith(_PREFIX)]
+    if flat and prefixed:
+        raise ConfigError(
+            f"checkpoint {folder} names some tensors with the prefix {_PREFIX!r} ({prefixed[0]}) and some without "
+            f"({flat[0]}); save it again with one spelling"
+        )
+    if flat:
+        return {_PREFIX + name if name.startswith(_ROOTS) else name: name for name in names}
+    return {name: name for name in names}
+
+
+def _read_index(folder: Path) -> dict[str, str]:
+    path = plain_file(folder, _INDEX)
+    weight_map = read_json_object(path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ConfigError(f"{path}: weight_map must be an object that maps tensors to files; download it again")
+    for name, file in weight_map.items():
+        if (
+            not isinstance(file, str)
+            or not file.endswith(".safetensors")
+            or any(c in file for c in "/\\")
+            or not file.isprintable()
+        ):
+            raise ConfigError(
+                f"{path}: {shown(name)} lies in {shown(file)}, which is no file name in this folder; download it again"
+            )
+    return weight_map
+
+
+def _some(names: list[str]) -> str:
+    rest = f" and {len(names) - 1} more tensors" if len(names) > 1 else ""
+    return shown(names[0]) + rest
+
+
+def _reason(name: str, shape: tuple[int, ...], config: ModelConfig) -> str:
+    text = f"config.json makes it {list(shape)}"
+    if "self_attn" in name:
+        origin = "Qwen3's default, for config.json has none" if config.head_dim_is_default else "from config.json"
+        text += (
+            f" (head_dim {config.head_dim}, {origin}; num_attention_heads {config.num_heads}, "
+            f"num_key_value_heads {config.num_kv_heads}, hidden_size {config.hidden_size}); correct config.json"
+        )
+    return text

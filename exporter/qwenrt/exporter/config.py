@@ -1,0 +1,236 @@
+"""ModelConfig: what a checkpoint's JSON files say about the decoder, typed and validated."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from qwenrt.plugins import ConfigError
+
+from .folder import checked_folder, plain_file
+from .json_fields import Fields, read_json_object, shown
+from .rope import RopeSpec
+
+ARCHITECTURES = ("Qwen3ForCausalLM",)
+_MODEL_TYPES = {"qwen3": "Qwen3ForCausalLM"}
+_DTYPES = {
+    "float32": "float32",
+    "float": "float32",
+    "fp32": "float32",
+    "float16": "float16",
+    "half": "float16",
+    "fp16": "float16",
+    "bfloat16": "bfloat16",
+    "bf16": "bfloat16",
+}
+_MAX_LAYERS = 1024
+_MAX_POSITIONS = 1 << 22
+_DEFAULT_HEAD_DIM = 128
+_DEFAULT_KV_HEADS = 32
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A dense Qwen3 decoder; sizes are in elements.
+
+    `sliding_windows` has one entry a layer: the number of positions that a token attends to, itself included, or -1 for all.
+    `head_dim_is_default` tells that config.json names none. `dtype` is what config.json says its weights are, or None; the
+    weights' own headers decide. `eos_token_ids` come from generation_config.json, else config.json, else the tokenizer.
+    """
+
+    architecture: str
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    head_dim_is_default: bool
+    vocab_size: int
+    max_position_embeddings: int
+    rope: RopeSpec
+    rms_norm_eps: float
+    tie_word_embeddings: bool
+    attention_bias: bool
+    sliding_windows: tuple[int, ...]
+    dtype: str | None
+    eos_token_ids: tuple[int, ...]
+
+    @property
+    def max_positions(self) -> int:
+        """The longest sequence: max_position_embeddings, or what RoPE scaling extends it to if that is more."""
+        return max(self.max_position_embeddings, self.rope.scaled_positions)
+
+    @property
+    def q_size(self) -> int:
+        """Width of all query heads together."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Width of all key heads together; the value heads have the same."""
+        return self.num_kv_heads * self.head_dim
+
+    @classmethod
+    def from_dir(cls, folder: str | os.PathLike[str]) -> ModelConfig:
+        """Read a checkpoint folder's config.json, generation_config.json and, for lack of an EOS there, tokenizer files."""
+        path = checked_folder(folder)
+        file = plain_file(path, "config.json")
+        config = cls.from_dict(read_json_object(file), source=str(file))
+        eos = None
+        if os.path.lexists(path / "generation_config.json"):
+            generation = plain_file(path, "generation_config.json")
+            eos = _token_ids(Fields(read_json_object(generation), str(generation)), config.vocab_size)
+        if eos is None and not config.eos_token_ids:
+            eos = _tokenizer_eos(path, config.vocab_size)
+        return config if eos is None else dataclasses.replace(config, eos_token_ids=eos)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any], *, source: str = "config.json") -> ModelConfig:
+        """Validate the contents of a config.json; raises ConfigError naming the field, its value and what is allowed."""
+        fields = Fields(values, source)
+        architecture = _architecture(fields)
+        _refuse_unsupported(fields)
+        num_layers = fields.integer("num_hidden_layers", high=_MAX_LAYERS)
+        num_heads = fields.integer("num_attention_heads", high=65536)
+        if "num_key_value_heads" in values and not fields.has("num_key_value_heads"):
+            num_kv_heads = num_heads
+        else:
+            num_kv_heads = fields.integer("num_key_value_heads", _DEFAULT_KV_HEADS, high=65536)
+        if num_heads % num_kv_heads:
+            raise ConfigError(
+                f"{source}: num_attention_heads is {num_heads}, must be a multiple of num_key_value_heads ({num_kv_heads})"
+            )
+        head_dim = fields.integer("head_dim", high=8192) if fields.has("head_dim") else _DEFAULT_HEAD_DIM
+        if head_dim % 2:
+            raise fields.wrong("head_dim", "even: RoPE rotates pairs")
+        positions = fields.integer("max_position_embeddings", 32768, high=_MAX_POSITIONS)
+        vocab_size = fields.integer("vocab_size", high=1 << 24)
+        rope = RopeSpec.from_fields(fields, positions)
+        if rope.scaled_positions > _MAX_POSITIONS:
+            raise ConfigError(
+                f"{source}: RoPE scaling by {rope.factor:g} of {rope.original_max_positions} positions makes more than "
+                f"{_MAX_POSITIONS}; correct factor or original_max_position_embeddings"
+            )
+        return cls(
+            architecture=architecture,
+            num_layers=num_layers,
+            hidden_size=fields.integer("hidden_size", high=1 << 20),
+            intermediate_size=fields.integer("intermediate_size", high=1 << 22),
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            head_dim_is_default=not fields.has("head_dim"),
+            vocab_size=vocab_size,
+            max_position_embeddings=positions,
+            rope=rope,
+            rms_norm_eps=fields.number("rms_norm_eps", 1e-6, low=1e-30, high=1.0),
+            tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
+            attention_bias=fields.boolean("attention_bias", False),
+            sliding_windows=_sliding_windows(fields, num_layers),
+            dtype=_dtype(fields),
+            eos_token_ids=_token_ids(fields, vocab_size) or (),
+        )
+
+
+def _architecture(fields: Fields) -> str:
+    names = fields.values.get("architectures")
+    kind = fields.values.get("model_type")
+    supported = ", ".join(ARCHITECTURES)
+    if not names:
+        if not isinstance(kind, str) or kind not in _MODEL_TYPES:
+            raise ConfigError(
+                f"{fields.source}: no architectures, and model_type is {shown(kind)}; supported are {supported}"
+            )
+        return _MODEL_TYPES[kind]
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise fields.wrong("architectures", "a list of names")
+    known: list[str] = [name for name in names if name in ARCHITECTURES]
+    if not known:
+        raise ConfigError(
+            f"{fields.source}: architecture {shown(names[0])} is not supported; supported are {supported}"
+        )
+    if kind is not None and (not isinstance(kind, str) or _MODEL_TYPES.get(kind) != known[0]):
+        raise fields.wrong("model_type", f'"qwen3" for architecture {known[0]}')
+    return known[0]
+
+
+def _refuse_unsupported(fields: Fields) -> None:
+    if fields.has("quantization_config"):
+        quantization = fields.object("quantization_config")
+        method = shown(quantization.values.get("quant_method")) if quantization else "{}"
+        raise ConfigError(
+            f"{fields.source}: quantization_config (quant_method {method}) is not supported; "
+            "give the float32, float16 or bfloat16 checkpoint"
+        )
+    fields.choice("hidden_act", ("silu",), "silu")
+
+
+def _sliding_windows(fields: Fields, num_layers: int) -> tuple[int, ...]:
+    window = -1
+    if fields.boolean("use_sliding_window", False) and not (
+        "sliding_window" in fields.values and fields.values["sliding_window"] is None
+    ):
+        window = fields.integer("sliding_window", 4096)
+    types = fields.values.get("layer_types")
+    if types is None:
+        first = fields.integer("max_window_layers", 28, low=0) if window > 0 else num_layers
+        return tuple(window if layer >= first else -1 for layer in range(num_layers))
+    allowed = ("full_attention", "sliding_attention")
+    if not isinstance(types, list) or len(types) != num_layers or not all(kind in allowed for kind in types):
+        raise fields.wrong("layer_types", f"a list of {num_layers} entries, each {' or '.join(allowed)}")
+    if "sliding_attention" in types and window < 0:
+        raise ConfigError(
+            f"{fields.source}: layer_types has sliding_attention, so use_sliding_window must be true and sliding_window a number"
+        )
+    return tuple(window if kind == "sliding_attention" else -1 for kind in types)
+
+
+def _dtype(fields: Fields) -> str | None:
+    """`dtype`, else its old name `torch_dtype`, as transformers does."""
+    name = "dtype" if fields.has("dtype") else "torch_dtype"
+    value = fields.values.get(name)
+    if value is None or value == "auto":
+        return None
+    found = _DTYPES.get(value.removeprefix("torch.")) if isinstance(value, str) else None
+    if found is None:
+        raise fields.wrong(name, "float32, float16 or bfloat16")
+    return found
+
+
+def _token_ids(fields: Fields, vocab_size: int) -> tuple[int, ...] | None:
+    """`eos_token_id`, an integer or a list of them; None where it is absent or null."""
+    value = fields.values.get("eos_token_id")
+    if value is None:
+        return None
+    ids = value if isinstance(value, list) else [value]
+    if not all(type(token) is int and 0 <= token < vocab_size for token in ids):
+        raise fields.wrong("eos_token_id", f"an id below vocab_size ({vocab_size}), or a list of them")
+    return tuple(dict.fromkeys(ids))
+
+
+def _tokenizer_eos(folder: Path, vocab_size: int) -> tuple[int, ...]:
+    """The id of the tokenizer's eos_token, or nothing where the tokenizer names none."""
+    if not (folder / "tokenizer_config.json").exists() or not (folder / "tokenizer.json").exists():
+        return ()
+    path = plain_file(folder, "tokenizer_config.json")
+    token = read_json_object(path).get("eos_token")
+    text = token.get("content") if isinstance(token, dict) else token
+    if text is None:
+        return ()
+    tokenizer = read_json_object(plain_file(folder, "tokenizer.json"))
+    added, model = tokenizer.get("added_tokens"), tokenizer.get("model")
+    ids = dict(model["vocab"]) if isinstance(model, dict) and isinstance(model.get("vocab"), dict) else {}
+    if isinstance(added, list):
+        entries = [entry for entry in added if isinstance(entry, dict) and isinstance(entry.get("content"), str)]
+        ids |= {entry["content"]: entry.get("id") for entry in entries}
+    found = ids.get(text) if isinstance(text, str) else None
+    if type(found) is not int or not 0 <= found < vocab_size:
+        raise ConfigError(
+            f"{path}: eos_token is {json.dumps(text)[:60]}, which is no token of tokenizer.json below {vocab_size}; "
+            "name eos_token_id in generation_config.json"
+        )
+    return (found,)

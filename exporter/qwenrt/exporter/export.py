@@ -1,0 +1,183 @@
+"""The one entry: a checkpoint becomes an engine folder."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import importlib
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from qwenrt.plugins import ConfigError
+from qwenrt.plugins.schema import PAGED_ATTENTION
+from qwenrt.runtime.engine_dir import EngineDir, EngineManifest, Limits, ModelSpec, write_engine_dir
+
+from .checkpoint import expected_shapes, open_checkpoint
+from .config import ModelConfig
+from .folder import plain_file
+from .hub import local_checkpoint
+from .json_fields import read_json_object
+
+Progress = Callable[[str, int, int], None]
+"""Called with what is being done, how much of it is done, and how much there is."""
+
+TARGETS = ("onnxruntime",)
+_MAX_BLOCK_SIZE = 1024
+_MAX_STEP = 1 << 20
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+_OPTIONAL_FILES = ("chat_template.jinja", "generation_config.json")
+_MAX_TEMPLATE_BYTES = 1 << 20
+
+
+def export(
+    model: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    target: str = "onnxruntime",
+    weights: str = "float32",
+    kv_dtype: str | None = None,
+    block_size: int = 32,
+    max_model_len: int | None = None,
+    max_num_seqs: int = 64,
+    max_num_batched_tokens: int = 1024,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> EngineDir:
+    """Write the engine folder `out` for a checkpoint, a folder or a hub id, and return it.
+
+    weights: how matrices are stored, float32, float16 or bfloat16. kv_dtype: the KV cache's type, float32 (default) or float16.
+    block_size: tokens in a KV block. max_model_len: tokens in a sequence, by default all positions of the model. max_num_seqs and
+    max_num_batched_tokens: sequences and tokens in a step. overwrite: replace an engine folder that is there. The folder appears
+    when it is complete. Raises ConfigError, before anything is written where that can be known, naming what is wrong.
+    """
+    _choice("target", target, TARGETS)
+    lowering = _load(".lower.onnxruntime")
+    _choice("weights", weights, lowering.WEIGHT_DTYPES)
+    kv_dtype = _choice("kv_dtype", kv_dtype or lowering.COMPUTE_DTYPE, lowering.KV_DTYPES)
+    _integer("block_size", block_size, _MAX_BLOCK_SIZE)
+    report = progress or _silent
+    report("reading the checkpoint", 0, 1)
+    config = ModelConfig.from_dir(local_checkpoint(model, weights=False))
+    limits = _limits(config, max_model_len, max_num_seqs, max_num_batched_tokens)
+    folder = local_checkpoint(model, weights=True)
+    checkpoint = open_checkpoint(folder)
+    checkpoint.check(config)
+    texts = _text_files(folder)
+    manifest = EngineManifest(
+        producer=_producer(),
+        target=target,
+        model=_model_spec(config),
+        dtype=lowering.COMPUTE_DTYPE,
+        weights=weights,
+        kv_dtype=kv_dtype,
+        block_size=block_size,
+        limits=limits,
+        eos_token_ids=config.eos_token_ids,
+        opset=lowering.OPSET,
+        plugin_version=PAGED_ATTENTION.version,
+    )
+    report("reading the checkpoint", 1, 1)
+    with write_engine_dir(out, overwrite=overwrite) as writer:
+        # Torch is imported once the checkpoint and the place are known to be good.
+        build = _load(".build")
+        with _disk_errors(out):
+            build.write_model(writer.path, config, checkpoint, manifest, report)
+            for name, data in texts.items():
+                (writer.path / name).write_bytes(data)
+            report("sealing", 0, 1)
+            writer.seal(manifest)
+    report("sealing", 1, 1)
+    return EngineDir.open(out)
+
+
+def _silent(stage: str, done: int, total: int) -> None:
+    pass
+
+
+def _load(module: str) -> Any:
+    """A module of this package that needs the packages of the extra `export`."""
+    try:
+        return importlib.import_module(module, __package__)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("qwenrt"):
+            raise
+        raise ConfigError(f"export needs {error.name}; install it with: pip install 'qwenrt[export]'") from None
+
+
+def _choice(name: str, value: str, allowed: Sequence[str]) -> str:
+    if value not in allowed:
+        raise ConfigError(f"{name} is {value!r}, must be {' or '.join(allowed)}")
+    return value
+
+
+def _integer(name: str, value: int, high: int, remedy: str = "") -> int:
+    if type(value) is not int or not 1 <= value <= high:
+        raise ConfigError(f"{name} is {value!r}, must be an integer from 1 to {high}{remedy}")
+    return value
+
+
+def _limits(config: ModelConfig, max_model_len: int | None, max_num_seqs: int, max_num_batched_tokens: int) -> Limits:
+    positions = config.max_positions
+    length = positions if max_model_len is None else max_model_len
+    tokens = _integer("max_num_batched_tokens", max_num_batched_tokens, _MAX_STEP)
+    return Limits(
+        max_num_seqs=_integer("max_num_seqs", max_num_seqs, tokens, " (max_num_batched_tokens)"),
+        max_num_batched_tokens=tokens,
+        max_model_len=_integer("max_model_len", length, positions, ", the positions of the model"),
+    )
+
+
+def _model_spec(config: ModelConfig) -> ModelSpec:
+    return ModelSpec(
+        architecture=config.architecture,
+        num_layers=config.num_layers,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        vocab_size=config.vocab_size,
+        max_position_embeddings=config.max_position_embeddings,
+        rope_theta=config.rope.theta,
+        rope_type=config.rope.type,
+        rms_norm_eps=config.rms_norm_eps,
+        tie_word_embeddings=config.tie_word_embeddings,
+        attention_bias=config.attention_bias,
+        num_parameters=sum(map(math.prod, expected_shapes(config).values())),
+    )
+
+
+def _text_files(folder: Path) -> dict[str, bytes]:
+    """What the engine folder takes over from the checkpoint as it is, by file name; the tokenizer is required."""
+    names = [name for name in _OPTIONAL_FILES if os.path.lexists(folder / name)]
+    files = {name: plain_file(folder, name) for name in (*_TOKENIZER_FILES, *names)}
+    for name, path in files.items():
+        if name.endswith(".json"):
+            read_json_object(path)
+        elif path.stat().st_size > _MAX_TEMPLATE_BYTES:
+            raise ConfigError(f"{path} has more than {_MAX_TEMPLATE_BYTES} bytes; download the checkpoint again")
+    return {name: path.read_bytes() for name, path in files.items()}
+
+
+def _producer() -> str:
+    try:
+        return f"qwenrt {version('qwenrt')}"
+    except PackageNotFoundError:
+        return "qwenrt, not installed"
+
+
+@contextlib.contextmanager
+def _disk_errors(out: str | os.PathLike[str]) -> Iterator[None]:
+    """Explain in one line why the system did not take the engine's files."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise ConfigError(
+                f"the disk is full: engine folder {os.fspath(out)} was not written; choose another disk"
+            ) from None
+        raise ConfigError(f"cannot write engine folder {os.fspath(out)}: {error}; choose another folder") from None

@@ -1,0 +1,1 @@
+"""One file per target: what the graph must look like for it, and which types it can hold."""

@@ -1,0 +1,194 @@
+"""Qwen3 in PyTorch over a flat batch of tokens, attention as one custom op on a paged KV cache.
+
+The judge of these modules is transformers' Qwen3ForCausalLM. What differs is the layout: tokens of all sequences lie back to back
+in [T, ...], q, k and v come from one projection and so do gate and up, and q/k norm, RoPE, cache and attention are
+`torch.ops.qwenrt.paged_attention`. Parameters are float32.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from qwenrt.plugins import torch_op  # noqa: F401  (registers torch.ops.qwenrt)
+
+from .config import ModelConfig
+
+
+class Batch(NamedTuple):
+    """What attention must know of a step, all int32: tokens' positions [T], and per sequence blocks, length, first row."""
+
+    positions: Tensor
+    block_tables: Tensor
+    seq_lens: Tensor
+    query_start: Tensor
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight, over the last dimension."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise [T, size]."""
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class Qwen3Attention(nn.Module):
+    """Projections around PagedAttention."""
+
+    def __init__(self, config: ModelConfig, layer: int, block_size: int) -> None:
+        super().__init__()
+        packed = config.q_size + 2 * config.kv_size
+        self.qkv_proj = nn.Linear(config.hidden_size, packed, bias=config.attention_bias)
+        self.o_proj = nn.Linear(config.q_size, config.hidden_size, bias=config.attention_bias)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.config = config
+        self.block_size = block_size
+        self.sliding_window = config.sliding_windows[layer]
+
+    def forward(self, x: Tensor, rope: Tensor, batch: Batch, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
+        """Attention output [T, hidden] and this layer's cache after the step."""
+        config = self.config
+        attn, kv_cache_out = torch.ops.qwenrt.paged_attention(
+            self.qkv_proj(x),
+            self.q_norm.weight,
+            self.k_norm.weight,
+            rope,
+            batch.positions,
+            kv_cache,
+            batch.block_tables,
+            batch.seq_lens,
+            batch.query_start,
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            self.block_size,
+            1 / math.sqrt(config.head_dim),
+            config.rms_norm_eps,
+            self.sliding_window,
+        )
+        return self.o_proj(attn), kv_cache_out
+
+
+class Qwen3MLP(nn.Module):
+    """SwiGLU: down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, hidden] to [T, hidden]."""
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        down: Tensor = self.down_proj(F.silu(gate) * up)
+        return down
+
+
+class Qwen3DecoderLayer(nn.Module):
+    """Pre-norm attention and MLP, each added to the residual."""
+
+    def __init__(self, config: ModelConfig, layer: int, block_size: int) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Qwen3Attention(config, layer, block_size)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = Qwen3MLP(config)
+
+    def forward(self, x: Tensor, rope: Tensor, batch: Batch, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
+        """The residual stream [T, hidden] after this layer, and its cache."""
+        attn, kv_cache_out = self.self_attn(self.input_layernorm(x), rope, batch, kv_cache)
+        x = x + attn
+        return x + self.mlp(self.post_attention_layernorm(x)), kv_cache_out
+
+
+class Qwen3Model(nn.Module):
+    """Embedding and decoder layers. The final norm belongs to it by name, and is applied by Qwen3ForCausalLM to few rows."""
+
+    def __init__(self, config: ModelConfig, block_size: int) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Qwen3DecoderLayer(config, layer, block_size) for layer in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(
+        self, input_ids: Tensor, rope: Tensor, batch: Batch, kv_caches: list[Tensor]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The residual stream [T, hidden] before the final norm, and every layer's cache."""
+        x = self.embed_tokens(input_ids)
+        outputs = []
+        for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
+            x, kv_cache_out = layer(x, rope, batch, kv_cache)
+            outputs.append(kv_cache_out)
+        return x, outputs
+
+
+class Qwen3ForCausalLM(nn.Module):
+    """The whole graph of an engine: token ids and caches in, logits of chosen rows and caches out.
+
+    `block_size` is the KV cache's, `max_model_len` the number of positions of the RoPE table.
+    """
+
+    def __init__(self, config: ModelConfig, *, block_size: int, max_model_len: int) -> None:
+        super().__init__()
+        self.model = Qwen3Model(config, block_size)
+        if not config.tie_word_embeddings:
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.register_buffer("rope", torch.empty(max_model_len, config.head_dim))
+        self.rope: Tensor
+        self.config = config
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        block_tables: Tensor,
+        seq_lens: Tensor,
+        query_start: Tensor,
+        logits_indices: Tensor,
+        kv_caches: list[Tensor],
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Logits [R, vocab] of the rows `logits_indices` [R], and the caches after the step; index inputs are int32."""
+        batch = Batch(positions, block_tables, seq_lens, query_start)
+        x, kv_caches_out = self.model(input_ids, self.rope, batch, kv_caches)
+        x = self.model.norm(torch.index_select(x, 0, logits_indices))
+        # F.linear, or a tied head's transpose would become a second copy of the embedding in the graph.
+        head = self.model.embed_tokens if self.config.tie_word_embeddings else self.lm_head
+        return F.linear(x, head.weight), kv_caches_out
+
+
+def parameter_sources(config: ModelConfig) -> dict[str, tuple[str, ...]]:
+    """For each parameter of Qwen3ForCausalLM, the checkpoint tensors that it is made of, one below the other."""
+    sources: dict[str, tuple[str, ...]] = {"model.embed_tokens.weight": ("model.embed_tokens.weight",)}
+    kinds = ("weight", "bias") if config.attention_bias else ("weight",)
+    for layer in range(config.num_layers):
+        prefix = f"model.layers.{layer}."
+        for kind in kinds:
+            names = tuple(f"{prefix}self_attn.{part}_proj.{kind}" for part in "qkv")
+            sources[f"{prefix}self_attn.qkv_proj.{kind}"] = names
+            sources[f"{prefix}self_attn.o_proj.{kind}"] = (f"{prefix}self_attn.o_proj.{kind}",)
+        sources[prefix + "mlp.gate_up_proj.weight"] = (
+            prefix + "mlp.gate_proj.weight",
+            prefix + "mlp.up_proj.weight",
+        )
+        for name in (
+            "self_attn.q_norm",
+            "self_attn.k_norm",
+            "mlp.down_proj",
+            "input_layernorm",
+            "post_attention_layernorm",
+        ):
+            sources[f"{prefix}{name}.weight"] = (f"{prefix}{name}.weight",)
+    sources["model.norm.weight"] = ("model.norm.weight",)
+    if not config.tie_word_embeddings:
+        sources["lm_head.weight"] = ("lm_head.weight",)
+    return sources

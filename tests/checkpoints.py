@@ -1,0 +1,87 @@
+"""Random-weight Qwen3 checkpoints, made by transformers' own Qwen3ForCausalLM so that they owe nothing to our modules."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+
+from qwenrt.tools.byte_tokenizer import special_ids, tokenizer_files
+
+TINY: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 128,
+    "vocab_size": 320,
+    "rope_theta": 1_000_000.0,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": True,
+    "rms_norm_eps": 1e-6,
+}
+"""A head_dim that is not hidden_size / num_attention_heads, and two query heads to each K/V head."""
+
+
+def write_checkpoint(path: Path, seed: int = 0, shards: int = 1, **config: Any) -> Path:
+    """Write a complete checkpoint folder: config, weights in `shards` files, byte-level tokenizer, chat template.
+
+    `config` overrides `TINY`; `dtype` among it ("float32" by default) is the type of the weights. Norm weights are uniform in
+    [0.5, 1.5) so that one that is skipped or swapped shows; matrices are normal and scaled to keep activations near 1, biases
+    are normal with standard deviation 0.5. Returns `path`.
+    """
+    values = {**TINY, **config}
+    dtype = getattr(torch, values.pop("dtype", "float32"))
+    ids = special_ids(values["vocab_size"])
+    hf_config = Qwen3Config(**{"bos_token_id": ids["<|endoftext|>"], "eos_token_id": ids["<|im_end|>"], **values})
+    hf_config.architectures = ["Qwen3ForCausalLM"]
+    hf_config.dtype = dtype
+    weights = {name: value.to(dtype) for name, value in random_weights(hf_config, seed).items()}
+    path.mkdir(parents=True, exist_ok=True)
+    hf_config.save_pretrained(path)
+    eos = [ids["<|im_end|>"], ids["<|endoftext|>"]]
+    GenerationConfig(bos_token_id=ids["<|endoftext|>"], eos_token_id=eos).save_pretrained(path)
+    for name, text in tokenizer_files(values["vocab_size"]).items():
+        (path / name).write_text(text, encoding="utf-8")
+    write_weights(path, weights, shards)
+    return path
+
+
+def random_weights(config: Qwen3Config, seed: int) -> dict[str, torch.Tensor]:
+    """A state dict for `config`, float32; without `lm_head.weight` where it is tied, as transformers saves it."""
+    with torch.device("meta"):
+        shapes = {name: value.shape for name, value in Qwen3ForCausalLM(config).state_dict().items()}
+    if config.tie_word_embeddings:
+        del shapes["lm_head.weight"]
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    for name, shape in shapes.items():
+        if name.endswith("norm.weight"):
+            weights[name] = torch.rand(shape, generator=generator) + 0.5
+        else:
+            scale = 1 / math.sqrt(shape[1]) if len(shape) == 2 else 0.5
+            weights[name] = torch.randn(shape, generator=generator) * scale
+    return weights
+
+
+def write_weights(path: Path, weights: dict[str, torch.Tensor], shards: int = 1) -> None:
+    """Write tensors as `model.safetensors`, or as `shards` files of about as many tensors each and their index."""
+    if shards == 1:
+        save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+        return
+    names = list(weights)
+    weight_map: dict[str, str] = {}
+    for shard in range(shards):
+        file = f"model-{shard + 1:05}-of-{shards:05}.safetensors"
+        part = names[shard * len(names) // shards : (shard + 1) * len(names) // shards]
+        save_file({name: weights[name] for name in part}, path / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(part, file)
+    size = sum(value.nbytes for value in weights.values())
+    index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")

@@ -1,0 +1,337 @@
+"""ModelConfig: every spelling that checkpoints have, the defaults of transformers, and JSON from strangers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import Qwen3Config
+
+from qwenrt.exporter import ModelConfig
+from qwenrt.plugins import ConfigError
+
+MINIMAL: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 128,
+    "vocab_size": 320,
+    "max_position_embeddings": 256,
+    "rope_theta": 1000000.0,
+}
+DROP = object()
+
+
+def parse(**changes: Any) -> ModelConfig:
+    return ModelConfig.from_dict({k: v for k, v in {**MINIMAL, **changes}.items() if v is not DROP})
+
+
+def theta_of_transformers(tmp_path: Path, values: dict[str, Any]) -> float:
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    theta: float = Qwen3Config.from_pretrained(tmp_path).rope_parameters["rope_theta"]
+    return theta
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_theta": 1e6},
+        {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}},
+        {"rope_theta": 1e6, "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}},
+        {"rope_theta": 1e6, "rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}},
+        {"rope_theta": 1e6, "rope_parameters": {"rope_type": "default"}},
+        {"rope_scaling": {"rope_theta": 1000000, "rope_type": "default"}},
+        {"rope_theta": 1e4, "rope_scaling": {"rope_theta": 1000000, "rope_type": "default"}},
+        {"rope_theta": 1e6, "rope_scaling": None},
+        {"rope_theta": 1e6, "rope_scaling": {}},
+        {"rope_theta": 1e6, "rope_scaling": {"type": "linear", "factor": 2.0}},
+        {"rope_theta": 1e5, "rope_scaling": {"rope_type": "default"}, "rope_parameters": {"rope_theta": 1e3}},
+        {"rope_theta": 1000000},
+        {},
+    ],
+    ids=json.dumps,
+)
+def test_theta_is_the_one_that_transformers_takes(rope: dict[str, Any], tmp_path: Path) -> None:
+    values = {k: v for k, v in MINIMAL.items() if k != "rope_theta"} | rope
+    assert ModelConfig.from_dict(values).rope.theta == theta_of_transformers(tmp_path, values)
+
+
+@pytest.mark.parametrize("spelling", ["rope_scaling", "rope_parameters"])
+def test_yarn_is_read_in_either_place(spelling: str) -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 1e6}
+    rope = parse(rope_theta=DROP, **{spelling: yarn}).rope
+    assert (rope.type, rope.factor, rope.original_max_positions, rope.theta) == ("yarn", 4.0, 64, 1e6)
+    with pytest.raises(ConfigError, match=f'{spelling}: rope_type is "foo", supported are'):
+        parse(**{spelling: {**yarn, "rope_type": "foo"}})
+
+
+def test_scaling_lengthens_what_a_sequence_may_have() -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
+    assert parse().max_positions == 256
+    assert parse(rope_scaling=yarn).max_positions == 1024
+    assert parse(rope_scaling=yarn, max_position_embeddings=4096).max_positions == 4096
+
+
+def test_defaults_are_those_of_transformers(tmp_path: Path) -> None:
+    names = ("head_dim", "rms_norm_eps", "tie_word_embeddings", "attention_bias", "max_position_embeddings")
+    missing = {k: v for k, v in MINIMAL.items() if k not in (*names, "rope_theta")}
+    (tmp_path / "config.json").write_text(json.dumps(missing))
+    expected, found = Qwen3Config.from_pretrained(tmp_path), ModelConfig.from_dict(missing)
+    assert {name: getattr(found, name) for name in names} == {name: getattr(expected, name) for name in names}
+    assert found.rope.theta == expected.rope_parameters["rope_theta"]
+    assert found.head_dim_is_default
+
+
+def test_a_missing_number_of_kv_heads_is_what_transformers_takes(tmp_path: Path) -> None:
+    values = {k: v for k, v in MINIMAL.items() if k != "num_key_value_heads"} | {"num_attention_heads": 64}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert ModelConfig.from_dict(values).num_kv_heads == Qwen3Config.from_pretrained(tmp_path).num_key_value_heads
+    (tmp_path / "config.json").write_text(json.dumps({**values, "num_key_value_heads": None}))
+    assert parse(num_key_value_heads=None).num_kv_heads == 4
+    assert Qwen3Config.from_pretrained(tmp_path).num_key_value_heads == 64
+
+
+@pytest.mark.parametrize(
+    "window",
+    [
+        {},
+        {"use_sliding_window": False, "sliding_window": 8, "max_window_layers": 2},
+        {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2},
+        {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0},
+        {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 9},
+        {"use_sliding_window": True, "sliding_window": 8},
+        {"use_sliding_window": True, "sliding_window": None, "max_window_layers": 1},
+        {
+            "use_sliding_window": True,
+            "sliding_window": 8,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+        },
+        {"use_sliding_window": False, "layer_types": ["full_attention"] * 4},
+    ],
+    ids=json.dumps,
+)
+def test_windows_are_those_of_transformers(window: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**MINIMAL, **window}))
+    expected = Qwen3Config.from_pretrained(tmp_path)
+    assert parse(**window).sliding_windows == tuple(
+        expected.sliding_window if kind == "sliding_attention" else -1 for kind in expected.layer_types
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"dtype": "bfloat16"}, "bfloat16"),
+        ({"dtype": "torch.bfloat16"}, "bfloat16"),
+        ({"dtype": "bf16"}, "bfloat16"),
+        ({"torch_dtype": "bfloat16"}, "bfloat16"),
+        ({"torch_dtype": "float16", "dtype": "float16"}, "float16"),
+        ({"torch_dtype": "float16", "dtype": "float32"}, "float32"),
+        ({"dtype": "auto"}, None),
+        ({"dtype": None}, None),
+        ({}, None),
+    ],
+    ids=json.dumps,
+)
+def test_dtype_spellings(fields: dict[str, Any], expected: str | None) -> None:
+    assert parse(**fields).dtype == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"architectures": ["LlamaForCausalLM"]},
+            '"LlamaForCausalLM" is not supported; supported are Qwen3ForCausalLM',
+        ),
+        (
+            {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"},
+            '"Qwen3MoeForCausalLM" is not supported',
+        ),
+        ({"architectures": DROP, "model_type": "llama"}, 'model_type is "llama"; supported are Qwen3ForCausalLM'),
+        ({"architectures": DROP, "model_type": DROP}, "no architectures, and model_type is null"),
+        ({"architectures": "Qwen3ForCausalLM"}, "architectures is .*must be a list of names"),
+        ({"architectures": [1]}, "architectures is a list, must be a list of names"),
+        ({"model_type": "llama"}, 'model_type is "llama", must be "qwen3"'),
+        ({"quantization_config": {"quant_method": "fp8"}}, 'quantization_config .quant_method "fp8". is not supported'),
+        ({"quantization_config": {"bits": 4}}, "quantization_config .quant_method null. is not supported"),
+        ({"hidden_act": "gelu"}, 'hidden_act is "gelu", must be "silu"'),
+        ({"hidden_size": DROP}, "hidden_size is missing, must be an integer from 1"),
+        ({"hidden_size": 0}, "hidden_size is 0"),
+        ({"hidden_size": -64}, "hidden_size is -64"),
+        ({"hidden_size": 64.0}, "hidden_size is 64.0"),
+        ({"hidden_size": "64"}, 'hidden_size is "64"'),
+        ({"hidden_size": True}, "hidden_size is true"),
+        ({"hidden_size": None}, "hidden_size is null"),
+        ({"hidden_size": 2**63}, "hidden_size is 9223372036854775808"),
+        ({"hidden_size": [64]}, "hidden_size is a list"),
+        ({"num_hidden_layers": 100_000}, "num_hidden_layers is 100000, must be an integer from 1 to 1024"),
+        ({"num_attention_heads": 3}, "num_attention_heads is 3, must be a multiple of num_key_value_heads .2."),
+        ({"head_dim": 33}, "head_dim is 33, must be even"),
+        ({"head_dim": 0}, "head_dim is 0"),
+        ({"vocab_size": 10**12}, "vocab_size is 1000000000000"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps is 0"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is NaN"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps is 1000.*"),
+        ({"rope_theta": -1}, "rope_theta is -1"),
+        ({"rope_theta": "1e6"}, 'rope_theta is "1e6"'),
+        ({"tie_word_embeddings": 1}, "tie_word_embeddings is 1, must be true or false"),
+        ({"attention_bias": "true"}, 'attention_bias is "true"'),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": 1e6}},
+            "RoPE scaling by 1e.06 of 256 positions makes more than",
+        ),
+        ({"max_position_embeddings": 2**40}, "max_position_embeddings is 1099511627776"),
+        ({"layer_types": ["full_attention"]}, "layer_types is a list, must be a list of 4 entries"),
+        ({"layer_types": ["linear_attention"] * 4}, "layer_types is a list"),
+        ({"layer_types": ["sliding_attention"] * 4}, "layer_types has sliding_attention"),
+        ({"use_sliding_window": True, "sliding_window": 0}, "sliding_window is 0"),
+        ({"dtype": "int8"}, 'dtype is "int8", must be float32, float16 or bfloat16'),
+        ({"dtype": "float64"}, 'dtype is "float64"'),
+        ({"torch_dtype": 16}, "torch_dtype is 16"),
+        ({"eos_token_id": 320}, "eos_token_id is 320, must be an id below vocab_size .320."),
+        ({"eos_token_id": [1, -1]}, "eos_token_id is a list"),
+        ({"eos_token_id": 1.5}, "eos_token_id is 1.5"),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_wrong_fields_are_named_with_value_and_remedy(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        parse(**changes)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 300
+
+
+ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "truncate": True,
+}
+ODD: tuple[Any, ...] = (
+    *(None, True, False, 0, 1, -1, 2**31, 2**63, 2**70, 10**400),
+    *(0.0, -0.0, 1.5, 5e-324, 1e308, float("inf"), float("-inf"), float("nan")),
+    *("", "x", "\0", "\ud800", "1" * 1000),
+    *([], [1], [None], [[]], ["full_attention"] * 4, {}, {"a": 1}, {"rope_type": ["x"]}),
+    {"rope_type": "yarn", "factor": 1e6, "original_max_position_embeddings": 1},
+    {"rope_type": "linear", "factor": 1e6},
+)
+
+
+def test_any_value_of_any_field_is_a_config_or_a_config_error() -> None:
+    extra = {
+        "use_sliding_window": True,
+        "sliding_window": 4,
+        "max_window_layers": 1,
+        "hidden_act": "silu",
+        "dtype": "float32",
+    }
+    defaults = {
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+        "attention_bias": False,
+        "eos_token_id": 1,
+        "layer_types": None,
+    }
+    base = {**MINIMAL, **extra, **defaults, "quantization_config": None, "rope_scaling": ROPE, "rope_parameters": None}
+    cases = [{**base, name: value} for name in base for value in ODD]
+    cases += [{**base, "rope_scaling": {**ROPE, name: value}} for name in (*ROPE, "attention_factor") for value in ODD]
+    for case in cases:
+        try:
+            config = ModelConfig.from_dict(case)
+        except ConfigError as error:
+            assert "\n" not in str(error)  # noqa: PT017
+            assert len(str(error)) < 400  # noqa: PT017
+        else:
+            assert np.isfinite(config.rope.table(16, 32)).all()
+            assert 1 <= config.max_positions <= 2**22
+
+
+class TestEndOfText:
+    """Case L06: which ids end an answer."""
+
+    @pytest.fixture
+    def folder(self, tiny_checkpoint: Path, tmp_path: Path) -> Path:
+        copy = Path(shutil.copytree(tiny_checkpoint, tmp_path / "checkpoint"))
+        self.set(copy, "config.json", eos_token_id=9)
+        return copy
+
+    @staticmethod
+    def set(folder: Path, name: str, **values: Any) -> None:
+        path = folder / name
+        path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+    @pytest.mark.parametrize(("value", "expected"), [([7, 5], (7, 5)), (5, (5,)), ([5, 5], (5,)), (None, (9,))])
+    def test_generation_config_wins(self, value: Any, expected: tuple[int, ...], folder: Path) -> None:
+        self.set(folder, "generation_config.json", eos_token_id=value)
+        assert ModelConfig.from_dir(folder).eos_token_ids == expected
+
+    def test_config_json_is_next(self, folder: Path) -> None:
+        (folder / "generation_config.json").unlink()
+        assert ModelConfig.from_dir(folder).eos_token_ids == (9,)
+
+    @pytest.mark.parametrize("token", ["<|im_start|>", {"content": "<|im_start|>", "special": True}])
+    def test_the_tokenizer_is_last(self, token: Any, folder: Path) -> None:
+        (folder / "generation_config.json").unlink()
+        self.set(folder, "config.json", eos_token_id=None)
+        self.set(folder, "tokenizer_config.json", eos_token=token)
+        added = json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
+        assert ModelConfig.from_dir(folder).eos_token_ids == tuple(
+            entry["id"] for entry in added if entry["content"] == "<|im_start|>"
+        )
+
+    def test_nobody_may_name_one(self, folder: Path) -> None:
+        (folder / "generation_config.json").unlink()
+        self.set(folder, "config.json", eos_token_id=None)
+        self.set(folder, "tokenizer_config.json", eos_token=None)
+        assert ModelConfig.from_dir(folder).eos_token_ids == ()
+
+    def test_a_wrong_one_is_named_with_its_file(self, folder: Path) -> None:
+        self.set(folder, "generation_config.json", eos_token_id=[5, 320])
+        with pytest.raises(ConfigError, match=r"generation_config\.json: eos_token_id is a list, must be an id below"):
+            ModelConfig.from_dir(folder)
+        (folder / "generation_config.json").unlink()
+        self.set(folder, "config.json", eos_token_id=None)
+        self.set(folder, "tokenizer_config.json", eos_token="<|gone|>")
+        with pytest.raises(ConfigError, match=r"tokenizer_config\.json: eos_token is \"<\|gone\|>\""):
+            ModelConfig.from_dir(folder)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is not JSON"),
+        (b"\xff\xfe{}", "is not JSON"),
+        (b"[]", "must hold a JSON object"),
+        (b"[" * 10_000, "nested too deeply"),
+        (b'{"a":' * 10_000, "nested too deeply"),
+        (b'{"hidden_size": 1, "hidden_size": 2}', 'has the key "hidden_size" twice'),
+        (b'{"hidden_size": 1' + b"0" * 5000 + b"}", "is not JSON"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_a_file_that_is_no_config_is_named(content: bytes, message: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ConfigError, match=message) as caught:
+        ModelConfig.from_dir(tmp_path)
+    assert str(tmp_path / "config.json") in str(caught.value)
+
+
+def test_a_missing_folder_and_a_missing_file_are_told_apart(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"checkpoint folder .* does not exist"):
+        ModelConfig.from_dir(tmp_path / "none")
+    with pytest.raises(ConfigError, match=r"config\.json is missing"):
+        ModelConfig.from_dir(tmp_path)
