@@ -1,0 +1,132 @@
+"""`qwenrt inspect`: numbers that are right, files that are not."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qwenrt.runtime import EngineDir
+
+from .command import qwenrt
+
+
+@pytest.fixture
+def engine(tiny_engine: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny_engine, tmp_path / "engine"))
+
+
+@pytest.fixture
+def checkpoint(tiny_checkpoint: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny_checkpoint, tmp_path / "checkpoint"))
+
+
+def report(*arguments: str | Path) -> Any:
+    status, stdout, stderr = qwenrt("inspect", *arguments, "--json", blocked=("torch", "transformers", "onnx"))
+    assert (status, stderr) == (0, "")
+    return json.loads(stdout)
+
+
+def test_an_engine_folder_is_described_as_its_manifest_says(tiny_engine: Path) -> None:
+    manifest = EngineDir.open(tiny_engine).manifest
+    described = report(tiny_engine)
+    assert described["kind"] == "engine"
+    assert described["model"]["num_parameters"] == manifest.model.num_parameters
+    assert described["limits"]["max_model_len"] == manifest.limits.max_model_len
+    assert described["kv_bytes_per_token"] == manifest.kv_bytes_per_token
+    block = manifest.block_size
+    assert described["kv_tokens_per_gib"] == 2**30 // (manifest.kv_bytes_per_token * block) * block
+    assert {file["name"]: file["size"] for file in described["files"]} == {
+        path.name: path.stat().st_size for path in tiny_engine.iterdir() if path.name != "engine.json"
+    }
+    assert {file["state"] for file in described["files"]} == {"ok (size)"}
+    assert {file["state"] for file in report(tiny_engine, "--verify")["files"]} == {"ok (SHA-256)"}
+
+
+def test_a_checkpoint_is_described_without_torch(tiny_checkpoint: Path, tiny_engine: Path) -> None:
+    described = report(tiny_checkpoint)
+    exported = report(tiny_engine)
+    assert described["kind"] == "checkpoint"
+    assert described["model"] == exported["model"]
+    assert described["eos_token_ids"] == exported["eos_token_ids"]
+    weights = sum(path.stat().st_size for path in tiny_checkpoint.glob("*.safetensors"))
+    assert 0 < weights - sum(described["dtypes"].values()) < 16384
+
+
+@pytest.mark.parametrize("kind", ["engine", "checkpoint"])
+def test_tables_name_every_file_and_number(kind: str, request: pytest.FixtureRequest) -> None:
+    path = request.getfixturevalue(f"tiny_{kind}")
+    described = report(path)
+    status, stdout, stderr = qwenrt("inspect", path)
+    assert (status, stderr) == (0, "")
+    for value in (
+        described["model"]["num_parameters"],
+        described["kv_bytes_per_token"],
+        described["kv_tokens_per_gib"],
+    ):
+        assert f"{value:,}" in stdout
+    for file in described["files"]:
+        assert f"\n{file['name']} " in stdout
+    assert "\x1b" not in stdout
+
+
+def test_wrong_files_of_an_engine_are_named(engine: Path) -> None:
+    (engine / "tokenizer.json").unlink()
+    with (engine / "model.onnx").open("ab") as file:
+        file.write(b"x")
+    weights = engine / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    status, stdout, stderr = qwenrt("inspect", engine)
+    assert status == 1
+    assert stderr == (
+        f"qwenrt: error: {engine}: wrong or missing: model.onnx, tokenizer.json; export the engine again\n"
+    )
+    assert "missing" in stdout
+    assert "the manifest says" in stdout
+    status, stdout, stderr = qwenrt("inspect", engine, "--verify", "--json")
+    assert status == 1
+    assert "model.onnx, model.safetensors, tokenizer.json" in stderr
+    states = {file["name"]: file["state"] for file in json.loads(stdout)["files"]}
+    assert states["model.safetensors"] == "changed (SHA-256 differs)"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"{", "engine.json is not JSON"), (b"\xff\xfe", "engine.json is not JSON"), (b"{}", "format_version is None")],
+)
+def test_a_manifest_that_cannot_be_read_is_named(engine: Path, content: bytes, message: str) -> None:
+    (engine / "engine.json").write_bytes(content)
+    status, stdout, stderr = qwenrt("inspect", engine)
+    assert (status, stdout) == (1, "")
+    assert message in stderr
+    assert stderr.count("\n") == 1
+
+
+def test_a_manifest_cannot_drive_the_terminal(engine: Path) -> None:
+    manifest = json.loads((engine / "engine.json").read_text())
+    manifest["producer"] = "\x1b]0;title\x07[red]"
+    (engine / "engine.json").write_text(json.dumps(manifest))
+    status, stdout, _ = qwenrt("inspect", engine)
+    assert status == 0
+    assert "\\x1b]0;title\\x07[red]" in stdout
+
+
+def test_wrong_files_of_a_checkpoint_are_named(checkpoint: Path) -> None:
+    weights = next(checkpoint.glob("*.safetensors"))
+    with weights.open("r+b") as file:
+        file.truncate(weights.stat().st_size - 10)
+    status, _, stderr = qwenrt("inspect", checkpoint)
+    assert status == 1
+    assert weights.name in stderr
+    assert stderr.count("\n") == 1
+
+
+def test_a_folder_that_is_neither_is_refused(tmp_path: Path) -> None:
+    status, stdout, stderr = qwenrt("inspect", tmp_path)
+    assert (status, stdout) == (1, "")
+    assert "has neither engine.json nor config.json" in stderr

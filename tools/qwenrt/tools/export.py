@@ -1,0 +1,55 @@
+"""`qwenrt export`: checkpoint in, engine folder out."""
+
+from __future__ import annotations
+
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import click
+
+from qwenrt.exporter import export
+
+from .progress import stages_bar
+
+_DEFAULTS = {name: parameter.default for name, parameter in signature(export).parameters.items()}
+
+
+@click.command()
+@click.argument("model")
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option("--target", type=click.Choice(["onnxruntime"]), default=_DEFAULTS["target"], show_default=True)
+@click.option(
+    "--weights", type=click.Choice(["float32", "float16", "bfloat16"]), default=_DEFAULTS["weights"], show_default=True
+)
+@click.option("--kv-dtype", type=click.Choice(["float32", "float16"]), help="Type of the KV cache.  [default: float32]")
+@click.option(
+    "--block-size", type=int, default=_DEFAULTS["block_size"], show_default=True, help="Tokens in a KV block."
+)
+@click.option("--max-model-len", type=int, help="Tokens in a sequence.  [default: the model's positions]")
+@click.option(
+    "--max-num-seqs", type=int, default=_DEFAULTS["max_num_seqs"], show_default=True, help="Sequences in a step."
+)
+@click.option(
+    "--max-num-batched-tokens",
+    type=int,
+    default=_DEFAULTS["max_num_batched_tokens"],
+    show_default=True,
+    help="Tokens in a step.",
+)
+@click.option("--force", is_flag=True, help="Replace an engine folder at OUT.")
+def command(model: str, out: Path, force: bool, **options: Any) -> None:
+    """Turn a checkpoint into an engine folder.
+
+    MODEL is a folder with a Qwen3 checkpoint (config.json, safetensors, tokenizer), or the name of one on the Hugging Face hub.
+    OUT appears only once it is complete. Prints the folder.
+
+    \b
+    Examples:
+      qwenrt export ./Qwen3-0.6B engines/qwen3-0.6b
+      qwenrt export Qwen/Qwen3-0.6B engines/qwen3-0.6b --max-model-len 4096
+      qwenrt export ./Qwen3-0.6B engines/small-cache --kv-dtype float16 --force
+    """
+    with stages_bar(f"exporting {model}") as progress:
+        export(model, out, overwrite=force, progress=progress, **options)
+    click.echo(out)

@@ -1,0 +1,50 @@
+"""Options of the commands that run an engine, made into an `LLM` and its `SamplingParams`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from qwenrt.runtime import LLM, RequestError, SamplingParams
+
+from .progress import spinner
+
+_ENGINE_OPTIONS = (
+    "backend",
+    "threads",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "max_model_len",
+    "num_kv_blocks",
+    "kv_memory",
+    "enable_prefix_caching",
+)
+
+
+def engine_arguments(options: dict[str, Any]) -> dict[str, Any]:
+    """Take what `options.engine_options` added out of a command's options, as keyword arguments of LLM."""
+    return {name: options.pop(name) for name in _ENGINE_OPTIONS}
+
+
+def sampling_params(options: dict[str, Any]) -> SamplingParams:
+    """SamplingParams of what `options.sampling_options` added; a wrong value is bad usage."""
+    try:
+        return SamplingParams(**options)
+    except RequestError as error:
+        raise click.UsageError(str(error)) from None
+
+
+def load_llm(engine: str, arguments: dict[str, Any]) -> LLM:
+    """Load an engine folder, showing a spinner."""
+    with spinner(f"loading {engine}"):
+        return LLM(engine, **arguments)
+
+
+def check_text(text: str, what: str) -> str:
+    """The text itself; a usage error where the shell passed bytes that are not UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise click.UsageError(f"{what} is not valid UTF-8") from None
+    return text
