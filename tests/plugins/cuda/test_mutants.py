@@ -1,0 +1,237 @@
+"""The emulator can fail: each of these faults, planted in a copy of the kernels, is found, and by the check that should."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from tests.simt.build import KERNELS, Variant, build, missing
+
+from .binding import EmulatedCuda, LaunchError
+from .cases import make_call
+from .test_paged_attention import MIXED, check
+
+WRONG = "Not equal to tolerance"
+RACE = "race in"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """`old` becomes `new` in `file`; `found` is part of the message it must lead to."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    found: str
+    variant: Variant = Variant.FAST
+
+
+MUTANTS = [
+    Mutant(
+        "prefill: no barrier before V is overwritten",
+        "prefill.cu",
+        "__syncthreads();  // K is here",
+        "//",
+        RACE,
+        Variant.RACES,
+    ),
+    Mutant(
+        "prefill: no barrier before V is read",
+        "prefill.cu",
+        "__syncthreads();  // V is here",
+        "//",
+        RACE,
+        Variant.RACES,
+    ),
+    Mutant(
+        "decode: slices without a warp barrier", "decode.cu", "__syncwarp();  // the slice", "//", RACE, Variant.RACES
+    ),
+    Mutant(
+        "decode: merge over a ring in use", "decode.cu", "__syncthreads();  // every warp", "//", RACE, Variant.RACES
+    ),
+    Mutant(
+        "decode: next segment during the merge", "decode.cu", "__syncthreads();  // the ring", "//", RACE, Variant.RACES
+    ),
+    Mutant(
+        "decode: merge of what is not yet published",
+        "decode.cu",
+        "__syncthreads();  // all warps",
+        "//",
+        RACE,
+        Variant.RACES,
+    ),
+    Mutant(
+        "decode: two blocks leave their part in one slot",
+        "decode.cu",
+        "2 * block + (at == head_start ? 1 : 0)",
+        "0",
+        RACE,
+        Variant.RACES,
+    ),
+    Mutant(
+        "prefill: K read before its copy is waited for",
+        "prefill.cu",
+        "cp_async_wait<0>();\n            __syncthreads();  // K",
+        "__syncthreads();  // K",
+        WRONG,
+    ),
+    Mutant(
+        "decode: wait for one copy too few",
+        "decode.cu",
+        "cp_async_wait<kStages - 2>",
+        "cp_async_wait<kStages - 1>",
+        "never waited for",
+    ),
+    Mutant(
+        "prefill: 32 bytes too little",
+        "prefill.cu",
+        "sizeof(Shared<T, C, kHeadDim>))",
+        "sizeof(Shared<T, C, kHeadDim>) - 32)",
+        "outside",
+        Variant.RACES,
+    ),
+    Mutant(
+        "decode: 32 bytes too little",
+        "decode.cu",
+        "kRing > kMerge ? kRing : kMerge",
+        "kRing - 32",
+        "outside shared memory",
+    ),
+    Mutant(
+        "prefill: next block table entry",
+        "prefill.cu",
+        "(tile * kTile) >> p.block_shift) + thread",
+        "(tile * kTile) >> p.block_shift) + thread + 1",
+        WRONG,
+    ),
+    Mutant(
+        "decode: next block table entry",
+        "decode.cu",
+        "table(p, segment.sequence.index)[column]",
+        "table(p, segment.sequence.index)[column + 1]",
+        WRONG,
+    ),
+    Mutant(
+        "write to the next block table entry",
+        "rope_cache.cu",
+        "shape.max_blocks + column]",
+        "shape.max_blocks + column + 1]",
+        WRONG,
+    ),
+    Mutant(
+        "decode: heads dealt over KV heads",
+        "decode.cu",
+        "kv_head * p.group + row % p.group",
+        "kv_head + row % p.group * p.args.shape.num_kv_heads",
+        WRONG,
+    ),
+    Mutant(
+        "prefill: heads dealt over KV heads",
+        "prefill.cu",
+        "kv_head * p.group + row % p.group",
+        "kv_head + row % p.group * p.args.shape.num_kv_heads",
+        WRONG,
+    ),
+    Mutant(
+        "reduction: parts under their own maximum",
+        "decode.cu",
+        "fast_exp2(p.workspace.partial_max[part] - finite(merged.max))",
+        "fast_exp2(0.0f)",
+        WRONG,
+    ),
+    Mutant(
+        "merge of warps: parts under their own maximum",
+        "decode.cu",
+        "fast_exp2(shared_max[part] - finite(merged.max))",
+        "fast_exp2(0.0f)",
+        WRONG,
+    ),
+    Mutant(
+        "decode: sums not rescaled to the new maximum", "softmax.cuh", "rows.sum[half] * keep", "rows.sum[half]", WRONG
+    ),
+    Mutant(
+        "shuffle where half of the warp has left",
+        "rope_cache.cu",
+        "const float inverse_rms",
+        "if (!mine) continue;\n        const float inverse_rms",
+        "divergent warp",
+    ),
+    Mutant(
+        "prefill: slots that were never written", "prefill.cu", "&& token >= span.begin && token < span.end", "", WRONG
+    ),
+    Mutant(
+        "decode: slots that were never written",
+        "decode.cu",
+        "&& token + row >= span.begin && token + row < span.end",
+        "",
+        WRONG,
+    ),
+    Mutant(
+        "a token sees its successor",
+        "paging.cuh",
+        "max(position, -1) + 1 : length",
+        "max(position, -1) + 2 : length",
+        WRONG,
+    ),
+    Mutant("the window is one too long", "paging.cuh", "max(0, end - window)", "max(0, end - 1 - window)", WRONG),
+    Mutant(
+        "k is not normalised",
+        "rope_cache.cu",
+        "if (weights != nullptr) {",
+        "if (head < shape.num_heads && weights != nullptr) {",
+        WRONG,
+    ),
+    Mutant(
+        "rotation of interleaved pairs' sign",
+        "rope_cache.cu",
+        "second * cos.v[i] + first",
+        "second * cos.v[i] - first",
+        WRONG,
+    ),
+    Mutant(
+        "prefill: more shared memory than was asked for",
+        "prefill.cu",
+        "cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes",
+        "cudaFuncAttributeMaxDynamicSharedMemorySize, 0",
+        "cudaError 1",
+    ),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_mutant_is_found(mutant: Mutant, tmp_path: Path) -> None:
+    if reason := missing():
+        pytest.skip(reason)
+    kernels = tmp_path / "cuda"
+    shutil.copytree(KERNELS, kernels)
+    source = (kernels / mutant.file).read_text()
+    assert source.count(mutant.old) == 1, (
+        f"{mutant.file} has {source.count(mutant.old)} of {mutant.old!r}: update the mutant"
+    )
+    (kernels / mutant.file).write_text(source.replace(mutant.old, mutant.new))
+    with pytest.raises((AssertionError, LaunchError), match=mutant.found):
+        run_enough(EmulatedCuda(build(mutant.variant, kernels), num_sms=1))
+
+
+def run_enough(cuda: EmulatedCuda) -> None:
+    """Few calls that reach every line: windows, warps that are not full, rings that wrap, more than 48 KiB of shared memory."""
+    check(cuda, make_call(MIXED, dtype=ml_dtypes.bfloat16, num_heads=6, sliding_window=20, padding_rows=2))
+    check(cuda, make_call([(1, 700), (40, 140), (1, 300)], dtype=np.float16, head_dim=128, num_heads=2, num_kv_heads=1))
+
+
+def test_the_kernels_themselves_have_no_race() -> None:
+    if reason := missing():
+        pytest.skip(reason)
+    run_enough(EmulatedCuda(build(Variant.RACES)))
+    cuda = EmulatedCuda(build(Variant.RACES), seed=1, num_sms=4)
+    run_enough(cuda)
+    for head_dim in (64, 128):
+        call = make_call(MIXED, dtype=np.float16, kv_dtype=ml_dtypes.float8_e4m3fn, head_dim=head_dim)
+        cuda.paged_attention(**call.tensors, **call.attributes)
