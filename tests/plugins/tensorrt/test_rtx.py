@@ -1,0 +1,182 @@
+"""NVIDIA's own parser and builder take the plugin: TensorRT for RTX builds engines ahead of time, with no GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from qwenrt.plugins.schema import DOMAIN, PAGED_ATTENTION
+
+from .build import FOLDER, build_plugin, missing, set_up
+
+ATTRIBUTES = {
+    "num_heads": 16,
+    "num_kv_heads": 8,
+    "head_dim": 128,
+    "block_size": 32,
+    "scale": 0.125,
+    "norm_eps": 1e-6,
+    "sliding_window": -1,
+}
+SHAPES: dict[str, list[int | str]] = {
+    "qkv": ["T", (16 + 2 * 8) * 128],
+    "positions": ["T"],
+    "kv_cache": ["num_blocks", 2, 8, 32, 128],
+    "block_tables": ["S", "max_blocks"],
+    "seq_lens": ["S"],
+    "query_start": ["S1"],
+    "attn": ["T", 16 * 128],
+    "kv_cache_out": ["num_blocks", 2, 8, 32, 128],
+}
+RTX = FOLDER / "rtx"
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def plugin() -> Path:
+    if reason := missing() or set_up("rtx"):
+        pytest.skip(reason)
+    return build_plugin()
+
+
+def one_node(
+    path: Path, dtype: int = TensorProto.FLOAT16, kv_dtype: int | None = None, norm: bool = True, **changes: Any
+) -> Path:
+    """An ONNX model of one PagedAttention node with constant norms and rope, written to `path`."""
+    spec = PAGED_ATTENTION
+    types = {
+        "T": dtype,
+        "T_kv": dtype if kv_dtype is None else kv_dtype,
+        "F": TensorProto.FLOAT,
+        "I": TensorProto.INT32,
+    }
+    names = [value.name for value in spec.inputs], [value.name for value in spec.outputs]
+    node = helper.make_node(spec.name, *names, domain=DOMAIN, name="attention", **(ATTRIBUTES | changes))
+    size = 128 if norm else 0
+    constants = [helper.make_tensor(name, dtype, [size], [1.0] * size) for name in ("q_norm", "k_norm")]
+    constants.append(numpy_helper.from_array(np.ones((4096, 128), np.float32), "rope"))
+    values = {
+        value.name: helper.make_tensor_value_info(value.name, types[value.type], SHAPES[value.name])
+        for value in (*spec.inputs, *spec.outputs)
+        if value.name in SHAPES
+    }
+    inputs = [values[name] for name in names[0] if name in values]
+    graph = helper.make_graph([node], "one_node", inputs, [values[name] for name in names[1]], constants)
+    opsets = [helper.make_opsetid("", 23), helper.make_opsetid(DOMAIN, spec.version)]
+    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=10), path)
+    return path
+
+
+def run(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """A command in the Python that has TensorRT for RTX, whose parser wants its library by a name that the wheel has not."""
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(RTX / "lib" / "unversioned"), **variables}
+    environment.pop("PYTHONPATH", None)
+    return subprocess.run(
+        [str(RTX / "bin" / "python"), *command], env=environment, capture_output=True, text=True, check=False
+    )
+
+
+def build_engine(model: Path, plugin: Path, capability: str = "SM89", how: str = "registry") -> dict[str, Any]:
+    script = str(Path(__file__).with_name("build_engine.py"))
+    done = run(script, str(model), str(plugin), capability, str(model.with_suffix(".plan")), how)
+    assert done.returncode == 0, done.stdout + done.stderr
+    told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return told
+
+
+@pytest.mark.parametrize("capability", ["SM80", "SM89", "SM120"])
+@pytest.mark.parametrize("how", ["registry", "loader"])
+def test_engine_is_built_for(plugin: Path, tmp_path: Path, capability: str, how: str) -> None:
+    told = build_engine(one_node(tmp_path / "model.onnx"), plugin, capability, how)
+    assert told["creators"].count("/PagedAttention/1") == 1
+    assert told["layers"].count("PLUGIN_V3") == 1
+    assert told["outputs"] == {"attn": [[-1, 2048], "HALF"], "kv_cache_out": [[-1, 2, 8, 32, 128], "HALF"]}
+    assert told["log"] == []
+    assert told["bytes"] == (tmp_path / "model.plan").stat().st_size > 4096 * 128 * 4  # the rope table is in it
+    assert b"PagedAttention" in (tmp_path / "model.plan").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"),
+    [
+        (TensorProto.BFLOAT16, None),
+        (TensorProto.FLOAT16, TensorProto.FLOAT8E4M3FN),
+        (TensorProto.BFLOAT16, TensorProto.FLOAT8E4M3FN),
+    ],
+    ids=["BF16", "HALF and FP8", "BF16 and FP8"],
+)
+def test_engine_of_other_types_is_built(plugin: Path, tmp_path: Path, dtype: int, kv_dtype: int | None) -> None:
+    told = build_engine(one_node(tmp_path / "model.onnx", dtype, kv_dtype), plugin)
+    assert told["bytes"] > 0, told["log"]
+    assert [kind for _, kind in told["outputs"].values()] == [
+        "BF16" if dtype == TensorProto.BFLOAT16 else "HALF",
+        "FP8" if kv_dtype else "BF16" if dtype == TensorProto.BFLOAT16 else "HALF",
+    ]
+
+
+def test_engine_without_norms_is_built(plugin: Path, tmp_path: Path) -> None:
+    assert build_engine(one_node(tmp_path / "model.onnx", norm=False), plugin)["bytes"] > 0
+
+
+@pytest.mark.parametrize("how", ["registry", "loader"])
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"head_dim": 96}, 'node "attention": head_dim must be 64 or 128'),
+        ({"num_kv_heads": 4}, "qkv has shape [?, 4096], must be [T, 3072]"),
+        ({"block_size": 64}, "kv_cache has shape [?, 2, 8, 32, 128], must be [num_blocks, 2, 8, 64, 128]"),
+    ],
+    ids=str,
+)
+def test_what_is_wrong_stands_in_the_log(
+    plugin: Path, tmp_path: Path, changes: dict[str, Any], named: str, how: str
+) -> None:
+    told = build_engine(one_node(tmp_path / "model.onnx", **changes), plugin, how=how)
+    assert told["bytes"] == 0
+    assert any(line.startswith("ERROR: PagedAttention: ") and named in line for line in told["log"]), told["log"]
+
+
+def test_polygraphy_converts_with_the_plugin(plugin: Path, tmp_path: Path) -> None:
+    model, engine = one_node(tmp_path / "model.onnx"), tmp_path / "model.engine"
+    shapes = {
+        "qkv": "[8,4096]",
+        "positions": "[8]",
+        "kv_cache": "[64,2,8,32,128]",
+        "block_tables": "[4,8]",
+        "seq_lens": "[4]",
+        "query_start": "[5]",
+    }
+    profile = [f"{name}:{shape}" for name, shape in shapes.items()]
+    ranges = [word for bound in ("min", "opt", "max") for word in (f"--trt-{bound}-shapes", *profile)]
+    options = [
+        "--convert-to",
+        "trt",
+        "--plugins",
+        str(plugin),
+        "--compute-capabilities",
+        "8.9",
+        "--strongly-typed",
+        "--preview-features",
+        "ALIASED_PLUGIN_IO_10_03",
+    ]
+    done = run(
+        str(RTX / "bin" / "polygraphy"),
+        "convert",
+        str(model),
+        *options,
+        *ranges,
+        "-o",
+        str(engine),
+        POLYGRAPHY_USE_TENSORRT_RTX="1",
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert b"PagedAttention" in engine.read_bytes()
