@@ -353,6 +353,15 @@ def test_rendering_goes_on_after_a_hostile_message() -> None:
                 template.render([{"role": "user", "content": "99999"}])
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Ctrl-C raises KeyboardInterrupt, even where the tests were started with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupted_rendering_does_not_answer_the_next_one() -> None:
     source = "{% for i in range(messages[0].content|int) %}{% for j in range(9999) %}{% endfor %}{% endfor %}"
     with ChatTemplateFor(source + "ok {{ messages[0].content }}", max_seconds=5) as template:
