@@ -12,14 +12,20 @@ from demo.tasks import (
     Example,
     train_example,
     train_lookups,
+    train_tool_calls,
 )
 from demo.tokenizer import END_OF_TURN
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
+TOOL_CHOICE = "tool_choice"
+"""A stream for training alone: rows of calls that choose between the same two tools."""
+
 QUESTIONS_PER_LIST = 16
+CALLS_PER_PAIR = 8
 POOL_EXAMPLES = 400
 POOL_LISTS = 24
+POOL_PAIRS = 48
 # Padding to a multiple keeps the number of distinct shapes, and so the allocator's churn, small.
 LENGTH_MULTIPLE = 8
 
@@ -102,6 +108,10 @@ class BatchStream:
     def _pool(self) -> list[Row]:
         if self._task == "lookup":
             return [encode_turns(self._tokenizer, self._lookups()) for _ in range(POOL_LISTS)]
+        if self._task == TOOL_CHOICE:
+            return [
+                encode_turns(self._tokenizer, train_tool_calls(self._rng, CALLS_PER_PAIR)) for _ in range(POOL_PAIRS)
+            ]
         return [
             encode_turns(self._tokenizer, [train_example(self._task, self._rng, self.size)])
             for _ in range(POOL_EXAMPLES)

@@ -10,7 +10,7 @@ import hashlib
 import json
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -263,22 +263,40 @@ class _Call:
         return f"Call {self.name} with {', '.join(map(str, self.arguments.values()))}"
 
 
-def _draw_call(rng: random.Random, size: float) -> _Call:
-    drawn = [draw_tool(rng) for _ in range(rng.randint(1, max(1, round(2 * size))))]
-    tools = list({tool["function"]["name"]: tool for tool in drawn}.values())
+def _call_one_of(rng: random.Random, tools: list[Tool]) -> _Call:
     function = rng.choice(tools)["function"]
     properties = function["parameters"]["properties"]
     arguments = {name: _argument(rng, schema["type"]) for name, schema in properties.items()}
     return _Call(tools, function["name"], arguments)
 
 
+def _draw_call(rng: random.Random, size: float) -> _Call:
+    drawn = [draw_tool(rng) for _ in range(rng.randint(1, max(1, round(2 * size))))]
+    return _call_one_of(rng, list({tool["function"]["name"]: tool for tool in drawn}.values()))
+
+
+def _call_example(call: _Call, thinking: bool) -> Example:
+    text = tool_call_text(call.name, call.arguments)
+    answer = EMPTY_THINKING + text if thinking else text
+    return Example("tool_call", _user(call.request), call.tools, thinking, answer)
+
+
 def draw_tool_call(rng: random.Random, size: float) -> Draw:
     """Call the named one of one or two tools with arguments listed in the schema's order."""
     call = _draw_call(rng, size)
-    thinking = rng.random() < 0.5
-    text = tool_call_text(call.name, call.arguments)
-    answer = EMPTY_THINKING + text if thinking else text
-    return Draw(call.request, Example("tool_call", _user(call.request), call.tools, thinking, answer))
+    return Draw(call.request, _call_example(call, rng.random() < 0.5))
+
+
+def train_tool_calls(rng: random.Random, calls: int) -> list[Example]:
+    """Training-split calls of the same two tools, which only the first call's example shows."""
+    tools = [draw_tool(rng), draw_tool(rng)]
+    examples: list[Example] = []
+    while len(examples) < calls:
+        call = _call_one_of(rng, tools)
+        if not is_held_out(call.request):
+            example = _call_example(call, rng.random() < 0.5)
+            examples.append(replace(example, tools=None) if examples else example)
+    return examples
 
 
 def draw_single_tool_call(rng: random.Random, size: float) -> Draw:

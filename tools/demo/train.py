@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from demo.batches import Batch, BatchStream
+from demo.batches import TOOL_CHOICE, Batch, BatchStream
 from demo.evaluate import evaluate_checkpoint, forced_accuracy
 from demo.muon import Muon
 from demo.tasks import TASKS, held_out
@@ -30,6 +30,8 @@ STEP_TOKENS = {
     "tool_answer": 200,
     "chat": 500,
 }
+# What the first two stages leave weakest: the order of words, and which of two tools is meant.
+POLISH_STEP_TOKENS = STEP_TOKENS | {"reverse": 900, TOOL_CHOICE: 1800}
 MATRIX_LEARNING_RATE = 0.02
 EMBEDDING_LEARNING_RATE = 2e-3
 # Query and key norms set how sharp attention can get, which look-ups need to grow fast.
@@ -160,11 +162,12 @@ def fit(
     tokenizer: PreTrainedTokenizerFast,
     checkpoint: Path,
     schedule: Iterable[tuple[float, float]],
+    step_tokens: dict[str, int],
     seed: int,
 ) -> None:
     """One update for each (learning-rate factor, size of the examples) of `schedule`; leaves the latest state in `checkpoint`."""
     optimizers = build_optimizers(model)
-    streams = {t: BatchStream(tokenizer, t, n, seed) for t, n in STEP_TOKENS.items()}
+    streams = {t: BatchStream(tokenizer, t, n, seed) for t, n in step_tokens.items()}
     batches = {task: iter(stream) for task, stream in streams.items()}
     steps = list(schedule)
     started, started_cpu = time.monotonic(), time.process_time()
@@ -186,16 +189,16 @@ def train(checkpoint: Path, steps: int, seed: int) -> None:
     model = build_model(tokenizer)
     print(f"{model.num_parameters()} parameters")
     schedule = ((learning_rate_factor(i, steps, CONSTANT_SHARE), curriculum_size(i, steps)) for i in range(steps))
-    fit(model, tokenizer, checkpoint, schedule, seed)
+    fit(model, tokenizer, checkpoint, schedule, STEP_TOKENS, seed)
 
 
-def refine(checkpoint: Path, steps: int, seed: int) -> None:
+def refine(checkpoint: Path, steps: int, step_tokens: dict[str, int], seed: int) -> None:
     """Train the saved checkpoint for `steps` more updates on full-size examples, from a lower learning rate down to zero."""
     torch.manual_seed(seed)
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     model = Qwen3ForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).train()
     schedule = ((REFINE_PEAK * learning_rate_factor(i, steps, 0.0), 1.0) for i in range(steps))
-    fit(model, tokenizer, checkpoint, schedule, seed)
+    fit(model, tokenizer, checkpoint, schedule, step_tokens, seed)
 
 
 def main() -> None:
@@ -204,13 +207,15 @@ def main() -> None:
     parser.add_argument("checkpoint", type=Path, help="directory to write")
     parser.add_argument("--steps", type=int, default=1800, help="optimizer updates from random weights")
     parser.add_argument("--refine-steps", type=int, default=700, help="further updates on full-size examples")
+    parser.add_argument("--polish-steps", type=int, default=600, help="last updates, with more of what is still weak")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")
     arguments = parser.parse_args()
     disable_progress_bar()
     torch.set_num_threads(arguments.threads)
     train(arguments.checkpoint, arguments.steps, arguments.seed)
-    refine(arguments.checkpoint, arguments.refine_steps, arguments.seed + 1)
+    refine(arguments.checkpoint, arguments.refine_steps, STEP_TOKENS, arguments.seed + 1)
+    refine(arguments.checkpoint, arguments.polish_steps, POLISH_STEP_TOKENS, arguments.seed + 2)
     evaluate_checkpoint(arguments.checkpoint, 400)
 
 
