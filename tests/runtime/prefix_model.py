@@ -31,26 +31,38 @@ def alone(prompt: Sequence[int], count: int) -> list[int]:
     return token_ids
 
 
+def count_accepted(drafts: Sequence[int], drawn: Sequence[int]) -> int:
+    """How many of `drafts`, from the first on, are what was drawn."""
+    for index, draft in enumerate(drafts):
+        if drawn[index] != draft:
+            return index
+    return len(drafts)
+
+
 class PrefixModel:
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.block_size = block_size
         self.slots = [[-1] * block_size for _ in range(num_blocks)]
 
-    def execute(self, plan: StepPlan) -> list[int]:
+    def execute(self, plan: StepPlan) -> list[list[int]]:
+        """The drafts that are right and the token after them, for each chunk that samples."""
         for chunk in plan.chunks:
+            tokens = [*chunk.request.token_ids, *chunk.drafts]
             for position in range(chunk.start, chunk.start + chunk.count):
                 block, offset = self._slot(chunk.request.block_ids, position)
-                self.slots[block][offset] = digest(chunk.request.token_ids[: position + 1])
+                self.slots[block][offset] = digest(tokens[: position + 1])
         sampled = []
         for chunk in plan.chunks:
-            tokens = chunk.request.token_ids
+            tokens = [*chunk.request.token_ids, *chunk.drafts]
             for position in range(chunk.start + chunk.count):
                 block, offset = self._slot(chunk.request.block_ids, position)
                 assert self.slots[block][offset] == digest(tokens[: position + 1]), (
                     f"position {position} is another text's"
                 )
             if chunk.samples:
-                sampled.append(next_token(tokens[: chunk.start + chunk.count]))
+                known = chunk.request.num_tokens
+                new = [next_token(tokens[: known + drawn]) for drawn in range(1 + len(chunk.drafts))]
+                sampled.append(new[: 1 + count_accepted(chunk.drafts, new)])
         return sampled
 
     def _slot(self, block_ids: Sequence[int], position: int) -> tuple[int, int]:

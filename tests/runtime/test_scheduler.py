@@ -110,6 +110,14 @@ class SchedulerMachine(RuleBasedStateMachine):
     def step(self) -> None:
         assert run_step(self.scheduler, self.model) > 0
 
+    @precondition(lambda self: self.scheduler.running)
+    @rule(data=st.data(), right=st.integers(0, 6), wrong=st.integers(0, 3))
+    def guess(self, data: st.DataObject, right: int, wrong: int) -> None:
+        request = data.draw(st.sampled_from(self.scheduler.running))
+        room = request.max_tokens - request.num_generated - 1
+        truth = alone(request.token_ids, right)[request.num_tokens :]
+        request.drafts = (truth + [VOCAB_SIZE] * wrong)[:room]
+
     @rule(computed=st.booleans())
     def failing_step(self, computed: bool) -> None:
         plan = self.scheduler.plan()

@@ -47,6 +47,13 @@ def test_one_answer_and_nothing_else_goes_to_stdout(tiny_engine: Path, answers: 
         assert as_process(tiny_engine, prompt) == (0, answer + "\n", "")
 
 
+def test_speculation_leaves_the_answer_as_it_is(generate: Here, tiny_engine: Path, answers: list[str]) -> None:
+    assert generate(tiny_engine, PROMPTS[0], "--speculative-tokens", "4") == (0, answers[0] + "\n", "")
+    status, stdout, stderr = generate(tiny_engine, PROMPTS[0], "--speculative-tokens", "0")
+    assert (status, stdout) == (1, "")
+    assert "num_speculative_tokens is 0, must be 1 to 64" in stderr
+
+
 def test_it_runs_without_what_only_an_export_needs(tiny_engine: Path, answers: list[str]) -> None:
     assert as_process(tiny_engine, PROMPTS[0], blocked=NO_EXPORT_EXTRA) == (0, answers[0] + "\n", "")
     status, stdout, stderr = as_process(tiny_engine, PROMPTS[0], "--chat", blocked=NO_EXPORT_EXTRA)

@@ -20,11 +20,13 @@ class Completion:
         params = request.params
         self._text = OutputText(tokenizer, params)
         self._eos_token_ids = frozenset() if params.ignore_eos else eos_token_ids
+        self._num_tokens = 0
         self._cumulative_logprob = 0.0
         self._logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
 
     def append(self, sampled: SampledToken) -> None:
-        """Take the token that was just appended to the request; sets `finish_reason` if it is the last."""
+        """Take the next of the request's tokens; sets `finish_reason` if it is the last."""
+        self._num_tokens += 1
         if self._logprobs is not None:
             assert sampled.logprob is not None
             self._cumulative_logprob += sampled.logprob
@@ -36,7 +38,7 @@ class Completion:
             self.finish("stop", None if token in self._eos_token_ids else token)
         elif (stop := self._text.push(token)) is not None:
             self.finish("stop", stop)
-        elif self.request.num_generated >= self.request.max_tokens:
+        elif self._num_tokens >= self.request.max_tokens:
             self.finish("length")
 
     def finish(self, reason: str, stop_reason: int | str | None = None) -> None:
@@ -47,10 +49,11 @@ class Completion:
 
     def output(self) -> CompletionOutput:
         """The answer so far, as a caller sees it."""
+        first = self.request.num_prompt
         return CompletionOutput(
             index=self.index,
             text=self._text.text,
-            token_ids=self.request.token_ids[self.request.num_prompt :],
+            token_ids=self.request.token_ids[first : first + self._num_tokens],
             cumulative_logprob=None if self._logprobs is None else self._cumulative_logprob,
             logprobs=None if self._logprobs is None else list(self._logprobs),
             finish_reason=self.finish_reason,

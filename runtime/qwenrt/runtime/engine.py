@@ -14,10 +14,11 @@ from .completion import Completion
 from .engine_dir import EngineManifest, Limits
 from .model_runner import ModelRunner
 from .outputs import RequestOutput
-from .request import Request
+from .request import Chunk, Request
 from .sampling.params import SamplingParams
-from .sampling.sampler import SampledToken, SequenceSampler, sample
+from .sampling.sampler import SampledToken, SequenceSampler, sample_checking_drafts
 from .scheduler import Scheduler
+from .speculation import Drafter, SpeculativeConfig, Speculator
 from .text.tokenizer import Tokenizer
 
 
@@ -78,6 +79,7 @@ class LLMEngine:
         *,
         num_kv_blocks: int,
         enable_prefix_caching: bool = True,
+        speculative: SpeculativeConfig | None = None,
     ) -> None:
         self.manifest = manifest
         self.limits = limits
@@ -86,6 +88,7 @@ class LLMEngine:
         self.scheduler = Scheduler(limits, manifest.block_size, num_kv_blocks, enable_prefix_caching)
         self.runner = ModelRunner(limits, manifest.block_size)
         self.timings = StepTimings()
+        self.speculator = Speculator(speculative) if speculative else None
         self._jobs: dict[str, _Job] = {}
         self._answers: dict[Request, tuple[_Job, Completion]] = {}
 
@@ -104,6 +107,9 @@ class LLMEngine:
                 max_tokens=max_tokens,
                 params=params,
                 sampler=SequenceSampler(params, token_ids, eos_token_ids, index),
+                drafter=Drafter(self.speculator, eos_token_ids | set(params.stop_token_ids))
+                if self.speculator
+                else None,
             )
             completion = Completion(index, request, self.tokenizer, eos_token_ids)
             job.completions.append(completion)
@@ -165,7 +171,9 @@ class LLMEngine:
     def step_jobs(self) -> list[_Job]:
         """`step` without building outputs: the jobs that have something new."""
         timings = self.timings
+        started = perf_counter()
         with timings.part("schedule"):
+            self._guess()
             plan = self.scheduler.plan()
         if not plan.chunks:
             assert not self._jobs, "requests are waiting and none can run"
@@ -176,26 +184,44 @@ class LLMEngine:
             with timings.part("execute"):
                 logits = self.backend.execute(inputs)
             with timings.part("sample"):
-                requests = [chunk.request for chunk in plan.chunks if chunk.samples]
-                sampled = sample(logits, [request.sampler for request in requests])
+                sampling = [chunk for chunk in plan.chunks if chunk.samples]
+                sampled = sample_checking_drafts(
+                    logits, [chunk.request.sampler for chunk in sampling], [chunk.drafts for chunk in sampling]
+                )
         except BaseException:
             self.scheduler.rollback(plan)
             raise
         with timings.part("schedule"):
-            self.scheduler.commit(plan, [None if isinstance(one, RequestError) else one.token_id for one in sampled])
+            self.scheduler.commit(
+                plan, [[] if isinstance(new, RequestError) else [one.token_id for one in new] for new in sampled]
+            )
         with timings.part("process"):
-            changed = self._process(requests, sampled)
+            changed = self._process(sampling, sampled)
         timings.steps += 1
+        if self.speculator and len(sampling) == len(plan.chunks):
+            self.speculator.cost.record(sum(chunk.count for chunk in plan.chunks), perf_counter() - started)
         return changed
 
-    def _process(self, requests: list[Request], sampled: list[SampledToken | RequestError]) -> list[_Job]:
+    def _guess(self) -> None:
+        """Give the requests that decode something to check."""
+        running = self.scheduler.running
+        for request in running:
+            if request.drafter is not None and request.num_computed == request.num_tokens - 1:
+                room = request.max_tokens - request.num_generated - 1
+                request.drafts = request.drafter.propose(request.token_ids, room=room, sequences=len(running))
+
+    def _process(self, sampling: list[Chunk], sampled: list[list[SampledToken] | RequestError]) -> list[_Job]:
         changed: dict[_Job, None] = {}
-        for request, one in zip(requests, sampled, strict=True):
-            job, completion = self._answers[request]
-            if isinstance(one, RequestError):
-                completion.finish("abort", str(one))
-            else:
-                completion.append(one)
+        for chunk, new in zip(sampling, sampled, strict=True):
+            job, completion = self._answers[chunk.request]
+            if isinstance(new, RequestError):
+                completion.finish("abort", str(new))
+                new = []
+            elif chunk.drafts and chunk.request.drafter is not None:
+                chunk.request.drafter.record(len(chunk.drafts), len(new) - 1)
+            for one in new:
+                if completion.finish_reason is None:
+                    completion.append(one)
             changed[job] = None
             if completion.finish_reason is not None:
                 self._retire(completion)

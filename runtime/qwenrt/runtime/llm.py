@@ -16,6 +16,7 @@ from .engine_dir import EngineDir, Limits
 from .kv_budget import choose_num_kv_blocks
 from .outputs import RequestOutput
 from .sampling.params import SamplingParams
+from .speculation import SpeculativeConfig
 from .text.chat_template import ChatTemplate
 from .text.tokenizer import Tokenizer
 
@@ -29,6 +30,7 @@ class LLM:
     path: the engine folder. backend: "onnxruntime" (default) or "torch". device: "cpu". max_num_seqs, max_num_batched_tokens,
     max_model_len: lower the folder's limits. num_kv_blocks or kv_memory (bytes): size of the KV pool; by default as much as all
     sequences at full length need, within a quarter of the free memory. threads: compute threads, default one for each core.
+    speculative: guess tokens from earlier text and check them together; {"method": "ngram"} and the fields of SpeculativeConfig.
     Raises ConfigError when the folder or an option is wrong.
     """
 
@@ -45,6 +47,7 @@ class LLM:
         kv_memory: int | None = None,
         enable_prefix_caching: bool = True,
         threads: int | None = None,
+        speculative: Mapping[str, Any] | None = None,
     ) -> None:
         folder = EngineDir.open(path)
         if device not in (None, "cpu"):
@@ -69,6 +72,7 @@ class LLM:
             tokenizer,
             num_kv_blocks=num_kv_blocks,
             enable_prefix_caching=enable_prefix_caching,
+            speculative=None if speculative is None else SpeculativeConfig.from_mapping(speculative),
         )
         self._ids = itertools.count()
 

@@ -42,7 +42,7 @@ class ModelRunner:
         self._block_tables = np.zeros(sequences * -(-limits.max_model_len // block_size), np.int32)
         self._seq_lens = np.zeros(sequences, np.int32)
         self._query_start = np.zeros(sequences + 1, np.int32)
-        self._logits_indices = np.zeros(sequences, np.int32)
+        self._logits_indices = np.zeros(tokens, np.int32)
 
     def prepare(self, plan: StepPlan) -> StepInputs:
         """Arrays for the chunks of `plan`, in its order."""
@@ -52,7 +52,9 @@ class ModelRunner:
         row = num_logits = 0
         for index, chunk in enumerate(plan.chunks):
             request, start, stop = chunk.request, chunk.start, chunk.start + chunk.count
-            self._input_ids[row : row + chunk.count] = request.token_ids[start:stop]
+            own = chunk.count - len(chunk.drafts)
+            self._input_ids[row : row + own] = request.token_ids[start : start + own]
+            self._input_ids[row + own : row + chunk.count] = chunk.drafts
             self._positions[row : row + chunk.count] = self._all_positions[start:stop]
             num_blocks = len(request.block_ids)
             block_tables[index, :num_blocks] = np.frombuffer(request.block_ids, np.int32)
@@ -61,9 +63,9 @@ class ModelRunner:
             self._seq_lens[index] = stop
             row += chunk.count
             self._query_start[index + 1] = row
-            if chunk.samples:
-                self._logits_indices[num_logits] = row - 1
-                num_logits += 1
+            wanted = chunk.num_logits
+            self._logits_indices[num_logits : num_logits + wanted] = np.arange(row - wanted, row)
+            num_logits += wanted
         return StepInputs(
             input_ids=self._input_ids[:row],
             positions=self._positions[:row],

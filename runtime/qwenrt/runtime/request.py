@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from .sampling.params import SamplingParams
 from .sampling.sampler import SequenceSampler
+from .speculation import Drafter
 
 
 class RequestStatus(enum.Enum):
@@ -34,6 +35,9 @@ class Request:
     """How many tokens may be generated, after every limit was applied."""
     params: SamplingParams
     sampler: SequenceSampler
+    drafter: Drafter | None = None
+    drafts: list[int] = field(default_factory=list)
+    """Guesses at the tokens that follow `token_ids`, to be checked by the next step."""
     num_computed: int = 0
     block_ids: array[int] = field(default_factory=lambda: array("i"))
     block_hashes: list[bytes] = field(default_factory=list)
@@ -56,12 +60,21 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Compute tokens `start` to `start + count` of a request in this step, and sample after the last one if `samples`."""
+    """Compute `count` tokens of a request from `start` on: its own, then `drafts`.
+
+    `samples` tells whether the request's last token is among them: the step samples after it and after each draft.
+    """
 
     request: Request
     start: int
     count: int
     samples: bool
+    drafts: tuple[int, ...] = ()
+
+    @property
+    def num_logits(self) -> int:
+        """Rows of logits that the chunk needs: those of its last tokens."""
+        return 1 + len(self.drafts) if self.samples else 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,36 +49,44 @@ class Scheduler:
         preempted: list[Request] = []
         budget = self.limits.max_num_batched_tokens
         position = 0
+        spare = self._spare_blocks() if any(request.drafts for request in self.running) else 0
         while position < len(self.running) and budget > 0:
             request = self.running[position]
             count = min(request.num_tokens - request.num_computed, budget)
+            drafts = self._affordable_drafts(request, budget - (len(self.running) - position - 1), spare)
             while self._missing_blocks(request, count) > self.pool.num_free and position < len(self.running):
                 preempted.append(self._preempt_youngest())
             if position == len(self.running):
                 break
-            chunks.append(self._reserve(request, count))
-            budget -= count
+            spare -= self._missing_blocks(request, count + len(drafts)) - self._missing_blocks(request, count)
+            chunks.append(self._reserve(request, count, drafts))
+            budget -= count + len(drafts)
             position += 1
         if not preempted:
             self._admit(chunks, budget)
         return StepPlan(chunks, preempted)
 
-    def commit(self, plan: StepPlan, tokens: Sequence[int | None]) -> None:
-        """Count the plan's tokens as computed, publish the blocks they fill, and append the sampled `tokens`, in plan order.
+    def commit(self, plan: StepPlan, tokens: Sequence[Sequence[int]]) -> None:
+        """Count the plan's tokens as computed, publish the blocks they fill, and append the sampled `tokens`.
 
-        A request that got no token (None) must be finished before the next plan.
+        tokens: for each chunk that samples, in plan order, the drafts that the sampler drew and one token more. A request that
+        got no token must be finished before the next plan.
         """
         sampled = iter(tokens)
         for chunk in plan.chunks:
             request = chunk.request
             full_before = request.num_computed // self.block_size
-            request.num_computed += chunk.count
+            request.num_computed += chunk.count - len(chunk.drafts)
+            if chunk.samples:
+                new = next(sampled)
+                request.token_ids.extend(new)
+                request.num_computed += max(len(new) - 1, 0)
+                request.drafts = []
+                self._shrink(request, self._blocks_for(request.num_computed))
             if self.enable_prefix_caching:
                 self._extend_hashes(request)
                 for index in range(full_before, request.num_computed // self.block_size):
                     self.pool.cache.publish(request.block_hashes[index], request.block_ids[index])
-            if chunk.samples and (token := next(sampled)) is not None:
-                request.token_ids.append(token)
 
     def rollback(self, plan: StepPlan) -> None:
         """Give back what `plan` reserved; what was computed before it stays computed."""
@@ -96,11 +104,30 @@ class Scheduler:
     def _missing_blocks(self, request: Request, count: int) -> int:
         return self._blocks_for(request.num_computed + count) - len(request.block_ids)
 
-    def _reserve(self, request: Request, count: int) -> Chunk:
-        for _ in range(self._missing_blocks(request, count)):
+    def _missing_own_blocks(self, request: Request) -> int:
+        """Blocks that the tokens which a request has now lack; negative while it holds blocks for drafts."""
+        return self._blocks_for(request.num_tokens) - len(request.block_ids)
+
+    def _spare_blocks(self) -> int:
+        """Free blocks that the tokens of running requests will not take."""
+        return self.pool.num_free - sum(self._missing_own_blocks(request) for request in self.running)
+
+    def _affordable_drafts(self, request: Request, budget: int, spare: int) -> tuple[int, ...]:
+        """The drafts of `request` if they fit the step and take no block that somebody's own tokens need; else none."""
+        own, drafts = request.num_tokens - request.num_computed, len(request.drafts)
+        if (
+            own + drafts > budget
+            or self._missing_blocks(request, own + drafts) - self._missing_blocks(request, own) > spare
+        ):
+            return ()
+        return tuple(request.drafts)
+
+    def _reserve(self, request: Request, count: int, drafts: tuple[int, ...] = ()) -> Chunk:
+        for _ in range(self._missing_blocks(request, count + len(drafts))):
             request.block_ids.append(self.pool.allocate())
         start = request.num_computed
-        return Chunk(request, start, count, samples=start + count == request.num_tokens)
+        samples = start + count == request.num_tokens
+        return Chunk(request, start, count + len(drafts), samples, drafts)
 
     def _shrink(self, request: Request, num_blocks: int) -> None:
         self.pool.release(request.block_ids[num_blocks:])
@@ -110,6 +137,7 @@ class Scheduler:
         victim = self.running.pop()
         self._shrink(victim, 0)
         victim.num_computed = 0
+        victim.drafts = []
         victim.status = RequestStatus.WAITING
         victim.num_preemptions += 1
         self.num_preemptions += 1
@@ -125,7 +153,7 @@ class Scheduler:
         A request whose next block is just being computed by another one waits for it: requests that arrive together with a
         common prefix compute it once.
         """
-        promised = sum(self._blocks_for(request.num_tokens) - len(request.block_ids) for request in self.running)
+        promised = sum(max(self._missing_own_blocks(request), 0) for request in self.running)
         in_flight = {value for request in self.running for value in self._hashes_in_flight(request)}
         deferred: list[Request] = []
         max_seqs = self.limits.max_num_seqs
@@ -148,7 +176,7 @@ class Scheduler:
             count = min(request.num_tokens - request.num_computed, budget)
             chunks.append(self._reserve(request, count))
             budget -= count
-            promised += self._blocks_for(request.num_tokens) - len(request.block_ids)
+            promised += self._missing_own_blocks(request)
             in_flight.update(self._hashes_in_flight(request))
         self.waiting.extendleft(reversed(deferred))
 

@@ -24,7 +24,11 @@ _ENGINE_OPTIONS = (
 
 def engine_arguments(options: dict[str, Any]) -> dict[str, Any]:
     """Take what `options.engine_options` added out of a command's options, as keyword arguments of LLM."""
-    return {name: options.pop(name) for name in _ENGINE_OPTIONS}
+    arguments = {name: options.pop(name) for name in _ENGINE_OPTIONS}
+    guesses = options.pop("speculative_tokens")
+    if guesses is not None:
+        arguments["speculative"] = {"method": "ngram", "num_speculative_tokens": guesses}
+    return arguments
 
 
 def sampling_params(options: dict[str, Any]) -> SamplingParams:

@@ -53,6 +53,11 @@ def engine_options(function: Function) -> Function:
         click.option("--max-model-len", type=int, help="Lower the engine's limit: tokens in a sequence."),
         click.option("--max-num-batched-tokens", type=int, help="Lower the engine's limit: tokens in a step."),
         click.option("--max-num-seqs", type=int, help="Lower the engine's limit: sequences in a step."),
+        click.option(
+            "--speculative-tokens",
+            type=int,
+            help="Guess so many tokens from earlier text and check them in one step; answers stay the same.",
+        ),
         click.option("--threads", type=int, help="Compute threads.  [default: one a core]"),
         click.option("--backend", type=click.Choice(["onnxruntime", "torch"]), help="What executes the engine."),
     ):

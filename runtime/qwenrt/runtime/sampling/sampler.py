@@ -156,3 +156,31 @@ def _sample_row(row: Floats, sampler: SequenceSampler) -> SampledToken | Request
         return sampler.sample(row)
     except RequestError as error:
         return error
+
+
+def sample_checking_drafts(
+    logits: Floats, samplers: Sequence[SequenceSampler], drafts: Sequence[Sequence[int]]
+) -> list[list[SampledToken] | RequestError]:
+    """`sample` where sequence i owns the next 1 + len(drafts[i]) rows: after its last token and after each of its drafts.
+
+    A row is drawn from only if every draft before it was drawn, so the tokens are those that would be drawn without drafts, one
+    at least. Where a later row fails, the tokens before it stand: the next step meets that row again.
+    """
+    first = np.cumsum([0, *(1 + len(guesses) for guesses in drafts)])
+    assert len(logits) == first[-1]
+    results: list[list[SampledToken] | RequestError] = [[] for _ in samplers]
+    active, depth = list(range(len(samplers))), 0
+    while active:
+        rows = logits if len(active) == len(logits) else logits[first[active] + depth]
+        agreeing = []
+        for index, one in zip(active, sample(rows, [samplers[index] for index in active]), strict=True):
+            so_far = results[index]
+            assert isinstance(so_far, list)
+            if isinstance(one, RequestError):
+                results[index] = so_far or one
+                continue
+            so_far.append(one)
+            if depth < len(drafts[index]) and drafts[index][depth] == one.token_id:
+                agreeing.append(index)
+        active, depth = agreeing, depth + 1
+    return results
