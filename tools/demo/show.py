@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from demo.tasks import EXACT_TASKS, Example, held_out
+from demo.tasks import TASKS, Example, held_out
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("engine", help="folder that qwenrt export made of tools/demo/checkpoint")
     parser.add_argument("--count", type=int, default=2, help="prompts of each task")
     arguments = parser.parse_args()
-    examples: list[Example] = [example for task in EXACT_TASKS for example in held_out(task, arguments.count, SEED)]
+    examples: list[Example] = [example for task in TASKS for example in held_out(task, arguments.count, SEED)]
     llm = LLM(arguments.engine)
     prompts = [
         llm.render(example.messages, tools=example.tools, enable_thinking=example.enable_thinking)

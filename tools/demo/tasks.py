@@ -360,9 +360,6 @@ TASKS: dict[str, Callable[[random.Random, float], Draw]] = {
     "chat": draw_chat,
 }
 
-EXACT_TASKS = tuple(task for task in TASKS if task != "tool_call")
-"""What the checkpoint has learnt to the letter: among two tools it often takes the other one's parameters."""
-
 
 def train_example(task: str, rng: random.Random, size: float = 1.0) -> Example:
     """A training-split example; `size` in (0, 1] scales the lengths, for a curriculum."""

@@ -207,7 +207,7 @@ def main() -> None:
     parser.add_argument("checkpoint", type=Path, help="directory to write")
     parser.add_argument("--steps", type=int, default=1800, help="optimizer updates from random weights")
     parser.add_argument("--refine-steps", type=int, default=700, help="further updates on full-size examples")
-    parser.add_argument("--polish-steps", type=int, default=600, help="last updates, with more of what is still weak")
+    parser.add_argument("--polish-steps", type=int, default=1200, help="last updates, with more of what is still weak")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")
     arguments = parser.parse_args()
