@@ -6,11 +6,12 @@ import hashlib
 import os
 import shutil
 import subprocess
-import sysconfig
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
 from pathlib import Path
+
+from setup.nvidia import cuda_home
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 KERNELS = REPOSITORY / "plugins" / "cuda"
@@ -35,25 +36,14 @@ class Variant(Enum):
     MEMORY = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer")
 
 
-def cuda_home() -> Path | None:
-    """The CUDA toolkit: $CUDA_HOME, the nvidia-cuda-* wheels of this Python, nvcc on the PATH, or /usr/local/cuda*."""
-    nvcc = shutil.which("nvcc")
-    wheels = Path(sysconfig.get_paths()["purelib"]) / "nvidia"
-    candidates = [
-        *([Path(os.environ["CUDA_HOME"])] if "CUDA_HOME" in os.environ else []),
-        *sorted(wheels.glob("cu1[23]"), reverse=True),
-        *([Path(nvcc).resolve().parents[1]] if nvcc else []),
-        *sorted(Path("/usr/local").glob("cuda*"), reverse=True),
-    ]
-    return next((home for home in candidates if (home / "include" / "cuda_fp8.h").exists()), None)
-
-
 def missing() -> str | None:
     """Why the emulated library cannot be built here, or None."""
     if shutil.which("g++") is None:
         return "g++ is not installed"
-    if cuda_home() is None:
-        return "no CUDA headers: set CUDA_HOME, or pip install nvidia-cuda-runtime nvidia-cuda-crt"
+    try:
+        cuda_home()
+    except FileNotFoundError as error:
+        return str(error)
     return None
 
 
@@ -77,11 +67,9 @@ def build(variant: Variant = Variant.FAST, kernels: Path = KERNELS) -> Path:
 def _compile(unit: Path, variant: Variant, kernels: Path, digest: str) -> Path:
     target = CACHE / f"{unit.stem}_{variant.name.lower()}_{digest}.o"
     if not target.exists():
-        home = cuda_home()
-        assert home is not None, missing()
         instrumented = variant is not Variant.RACES or unit.suffix == ".cu"
         flags = [*FLAGS, *(flag for flag in variant.value if instrumented or not flag.startswith("-fsanitize"))]
-        includes = [f"-I{kernels}", f"-I{EMULATOR}", f"-isystem{home / 'include'}"]
+        includes = [f"-I{kernels}", f"-I{EMULATOR}", f"-isystem{cuda_home() / 'include'}"]
         _make(target, ["g++", *flags, "-DQWENRT_SIMT", *includes, "-x", "c++", "-c", str(unit)])
     return target
 

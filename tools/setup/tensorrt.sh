@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What compiling and trying the TensorRT plugin needs where TensorRT is not installed; needs no root, and does nothing twice.
-#   tensorrt.sh headers   TensorRT's C++ headers in build/tensorrt/headers, from the wheel kernel-lens (0.2 MB). Not needed where
-#                         TENSORRT_ROOT is set to an unpacked TensorRT.
+#   tensorrt.sh headers   TensorRT's C++ headers in build/tensorrt/headers, from the wheel kernel-lens (0.2 MB), unless nvidia.py
+#                         finds some already.
 #   tensorrt.sh rtx       a Python of its own in build/tensorrt/rtx with TensorRT for RTX (230 MB), which builds engines with no GPU.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -12,7 +12,8 @@ fail() { echo "tensorrt: $1" >&2; exit 1; }
 
 headers() {
     local target=build/tensorrt/headers
-    if [ -e "$target/NvInferRuntime.h" ]; then return; fi
+    if reason=$("$python" tools/setup/nvidia.py tensorrt 2>&1); then return; fi
+    [ -z "${TENSORRT_ROOT:-}" ] || fail "$reason"
     work=$(mktemp -d)
     trap 'rm -rf "$work"' EXIT
     "$python" -m pip download -q --no-deps -d "$work" kernel-lens==2.0.1 ||

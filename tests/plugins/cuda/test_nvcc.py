@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -10,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.simt.build import KERNELS, cuda_home
+from setup.nvidia import cuda_home
+from tests.simt.build import KERNELS
 
 ARCHITECTURES = [80, 86, 89, 90, 100, 120]
 FLAGS = ["-std=c++17", "-O3", "-lineinfo", "-Xptxas", "-v", "-Werror", "all-warnings", "-Xcompiler", "-Wall,-Wextra"]
@@ -23,18 +25,16 @@ pytestmark = pytest.mark.slow
 
 
 def nvcc() -> str:
-    home = cuda_home()
-    found = home / "bin" / "nvcc" if home else None
-    if found is None or not found.exists():
-        pytest.skip("nvcc is not installed: set CUDA_HOME, or pip install nvidia-cuda-nvcc nvidia-nvvm nvidia-cuda-crt")
-    return str(found)
+    try:
+        return str(cuda_home() / "bin" / "nvcc")
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
 
 
 def nvdisasm() -> str:
-    home = cuda_home()
-    wheels = Path(sysconfig.get_paths()["purelib"]) / "nvidia"
-    folders = [*([home / "bin"] if home else []), *wheels.glob("cu*/bin")]
-    found = shutil.which("nvdisasm") or next((str(f / "nvdisasm") for f in folders if (f / "nvdisasm").exists()), None)
+    """From the wheel nvidia-cuda-nvdisasm, where the CUDA toolkit has none."""
+    folders = [cuda_home() / "bin", *Path(sysconfig.get_paths()["purelib"], "nvidia").glob("cu*/bin")]
+    found = shutil.which("nvdisasm", path=os.pathsep.join(map(str, folders)))
     if found is None:
         pytest.skip("nvdisasm is not installed: pip install nvidia-cuda-nvdisasm")
     return found

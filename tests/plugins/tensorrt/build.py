@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
+from setup.nvidia import cuda_home, tensorrt_include
 from tests.simt import build as simt
 
 HERE = Path(__file__).resolve().parent
@@ -19,15 +20,6 @@ FOLDER = REPOSITORY / "build" / "tensorrt"
 SETUP = REPOSITORY / "tools" / "setup" / "tensorrt.sh"
 SCHEMA = REPOSITORY / "plugins" / "qwenrt" / "plugins" / "schema.py"
 SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
-
-
-def headers() -> Path | None:
-    """The folder with NvInferRuntime.h: TENSORRT_ROOT's, or what tools/setup/tensorrt.sh makes; None if it cannot be had."""
-    if root := os.environ.get("TENSORRT_ROOT"):
-        return Path(root) / "include"
-    if set_up("headers"):
-        return None
-    return FOLDER / "headers"
 
 
 @cache
@@ -41,9 +33,7 @@ def missing() -> str | None:
     """Why the plugin cannot be built here, or None."""
     if reason := simt.missing():
         return reason
-    if headers() is None:
-        return f"TensorRT's headers are missing: {set_up('headers')}"
-    return None
+    return set_up("headers")
 
 
 def build_plugin(variant: simt.Variant = simt.Variant.FAST) -> Path:
@@ -62,8 +52,7 @@ def build_host(variant: simt.Variant = simt.Variant.FAST) -> Path:
 def _library(
     name: str, sources: Sequence[Path], inputs: Sequence[Path], variant: simt.Variant, links: Sequence[str]
 ) -> Path:
-    include, cuda = headers(), simt.cuda_home()
-    assert include is not None and cuda is not None, missing()
+    include = tensorrt_include()
     generated = FOLDER / "generated"
     generated.mkdir(parents=True, exist_ok=True)
     subprocess.run([sys.executable, str(SCHEMA), str(generated / "qwenrt_ops.h")], check=True)
@@ -88,7 +77,7 @@ def _library(
             f"-I{PLUGIN}",
             f"-I{generated}",
             f"-isystem{include}",
-            f"-isystem{cuda / 'include'}",
+            f"-isystem{cuda_home() / 'include'}",
         ]
         command = ["g++", *flags, *includes, *map(str, sources), *links, "-ldl", "-o", str(partial)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
