@@ -18,14 +18,18 @@ pytestmark = pytest.mark.slow
 
 
 def sanitizer_runtime() -> str:
+    """What a Python must begin with to load sanitized libraries: AddressSanitizer's library, and the C++ library too, or a thrown
+    exception would not find what AddressSanitizer looked for at the start."""
     if reason := missing():
         pytest.skip(reason)
-    path = subprocess.run(
-        ["g++", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True
-    ).stdout.strip()
-    if not Path(path).is_absolute():
-        pytest.skip("libasan is not installed")
-    return path
+    found = [
+        subprocess.run(["g++", f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout.strip()
+        for name in ("libasan.so", "libstdc++.so.6")
+    ]
+    for path in found:
+        if not Path(path).is_absolute():
+            pytest.skip(f"{path} is not installed")
+    return " ".join(found)
 
 
 def run_suite(kernels: Path, *selection: str) -> subprocess.CompletedProcess[str]:
