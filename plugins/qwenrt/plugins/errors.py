@@ -1,4 +1,4 @@
-"""The two roots of every error that qwenrt raises on purpose."""
+"""The roots of every error that qwenrt raises on purpose."""
 
 
 class QwenrtError(ValueError):
@@ -11,3 +11,7 @@ class ConfigError(QwenrtError):
 
 class RequestError(QwenrtError):
     """Something is wrong with one request; every other request goes on."""
+
+
+class DeviceError(QwenrtError):
+    """A GPU, or the library that drives it, failed while it worked; what it held is lost and the engine must be loaded again."""

@@ -10,10 +10,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from gpu_check.cases import make_call
+from gpu_check.memory import aligned
+from gpu_check.op import make_shape
+from qwenrt.plugins.cuda_api import Args, Shape
 from tests.simt.build import build, missing
 
-from .binding import Args, EmulatedCuda, Shape, aligned, make_shape
-from .cases import make_call
+from .binding import EmulatedCuda
 
 INVALID_VALUE = 1
 OPTIONAL = ("stream", "k_scale", "v_scale")

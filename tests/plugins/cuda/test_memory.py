@@ -50,7 +50,7 @@ def run_suite(kernels: Path, *selection: str) -> subprocess.CompletedProcess[str
 
 
 def test_suite_touches_no_other_memory() -> None:
-    done = run_suite(KERNELS, "-k", "bfloat16 and (mixed or sliding) or many_sequences or any_number or only_padding")
+    done = run_suite(KERNELS, "-k", "bfloat16 and (mixed or window) or many or any_number or padding")
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
 
 

@@ -10,11 +10,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from gpu_check.cases import MIXED, make_call
+from gpu_check.op import LaunchError
+from gpu_check.op_suite import check
 from tests.simt.build import KERNELS, Variant, build, missing
 
-from .binding import EmulatedCuda, LaunchError
-from .cases import make_call
-from .test_paged_attention import MIXED, check
+from .binding import EmulatedCuda
 
 WRONG = "Not equal to tolerance"
 RACE = "race in"

@@ -8,12 +8,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from gpu_check.op_suite import ATTN_TOLERANCE, POOL_TOLERANCE
 from tests.plugins.ops import Sizes, make_call
 from tests.plugins.test_paged_attention import CASES, dense
 from tests.simt.build import build, missing
 
 from .binding import EmulatedCuda
-from .test_paged_attention import ATTN_TOLERANCE, POOL_TOLERANCE
 
 OUT_OF_RANGE = {
     "more heads than a tile's rows": "at most 16 query heads per KV head",

@@ -6,24 +6,16 @@ import os
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 
-from qwenrt.plugins.reference import paged_attention
+from gpu_check.cases import BFLOAT16, FLOAT8, FLOAT16, MIXED, Call, Case, make_call, suite
+from gpu_check.op_suite import ATTN_TOLERANCE, check, check_float8
 from tests.simt.build import KERNELS, Variant, build, missing
 
 from .binding import EmulatedCuda
-from .cases import Array, Call, make_call
 
-FLOAT16, BFLOAT16 = np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
 DTYPES = pytest.mark.parametrize("dtype", [FLOAT16, BFLOAT16], ids=str)
-
-# Of attn, absolute and relative: q, the weights and the result are each rounded to the type once. Of the pool: one rounding.
-ATTN_TOLERANCE = {FLOAT16: 3e-3, BFLOAT16: 2e-2}
-POOL_TOLERANCE = {FLOAT16: 2e-3, BFLOAT16: 1.6e-2}
-
-MIXED = [(70, 200), (1, 300), (0, 40), (129, 129), (2, 65), (1, 1)]
 
 
 @pytest.fixture(scope="module")
@@ -34,80 +26,19 @@ def cuda() -> EmulatedCuda:
     return EmulatedCuda(build(variant, Path(os.environ.get("SIMT_KERNELS", KERNELS))))
 
 
-def expect(call: Call) -> tuple[Array, Array]:
-    """The reference in float32 on the same rounded inputs; K and V are rounded as they go to the pool."""
-    tensors = {
-        name: x.astype(np.float32) if name in ("qkv", "q_norm", "k_norm") else x for name, x in call.tensors.items()
-    }
-    return paged_attention(**tensors, **call.attributes)
-
-
-def check(cuda: EmulatedCuda, call: Call, **options: Any) -> tuple[Array, Array]:
-    """Runs the call, compares it with the reference, and returns what the kernels gave."""
-    attn, pool = cuda.paged_attention(**call.tensors, **call.attributes, **options)
-    expected_attn, expected_pool = expect(call)
-    dtype, end = attn.dtype, call.tensors["query_start"][-1]
-    bound = ATTN_TOLERANCE[dtype]
-    np.testing.assert_allclose(attn[:end].astype(np.float32), expected_attn[:end], rtol=bound, atol=bound)
-    assert not attn[end:].astype(np.float32).any()
-    bound = POOL_TOLERANCE[dtype]
-    np.testing.assert_allclose(pool.astype(np.float32), expected_pool.astype(np.float32), rtol=bound, atol=1e-4)
-    untouched = expected_pool.view(np.uint16) == call.tensors["kv_cache"].view(np.uint16)
-    np.testing.assert_array_equal(pool.view(np.uint16)[untouched], expected_pool.view(np.uint16)[untouched])
-    return attn, pool
-
-
-@DTYPES
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("block_size", [16, 32, 64, 128])
-def test_mixed_batch(cuda: EmulatedCuda, dtype: Any, head_dim: int, block_size: int) -> None:
-    check(
-        cuda, make_call(MIXED, dtype=dtype, head_dim=head_dim, block_size=block_size, padding_rows=3, shared_blocks=1)
-    )
-
-
-@DTYPES
-@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(2, 2), (4, 2), (8, 2), (8, 1), (16, 1), (14, 2), (3, 1)])
-def test_query_heads_per_kv_head(cuda: EmulatedCuda, dtype: Any, num_heads: int, num_kv_heads: int) -> None:
-    call = make_call(
-        [(40, 90), (1, 77), (3, 20), (17, 17)], dtype=dtype, num_heads=num_heads, num_kv_heads=num_kv_heads
-    )
-    check(cuda, call)
-
-
-@DTYPES
-@pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 191, 192, 193, 257])
-def test_decode_lengths_around_edges(cuda: EmulatedCuda, dtype: Any, length: int) -> None:
-    check(cuda, make_call([(1, length)], dtype=dtype))
-
-
-@pytest.mark.parametrize("rows", [8, 9, 16, 17, 63, 64, 65, 127, 128, 129])
-@pytest.mark.parametrize("before", [0, 1, 63, 64])
-def test_prefill_lengths_around_edges(cuda: EmulatedCuda, rows: int, before: int) -> None:
-    check(cuda, make_call([(rows, before + rows)], dtype=BFLOAT16))
-
-
-@pytest.mark.parametrize("num_heads", [1, 3, 16])
-@pytest.mark.parametrize("rows", [1, 2, 5, 6, 16, 17])
-def test_either_side_of_the_row_limit_of_decode(cuda: EmulatedCuda, rows: int, num_heads: int) -> None:
-    check(cuda, make_call([(rows, 80), (1, 9)], dtype=FLOAT16, num_heads=num_heads, num_kv_heads=1))
-
-
-@DTYPES
-@pytest.mark.parametrize("window", [1, 7, 16, 64, 65, 130, 1000])
-def test_sliding_window(cuda: EmulatedCuda, dtype: Any, window: int) -> None:
-    check(cuda, make_call(MIXED, dtype=dtype, sliding_window=window))
+@pytest.mark.parametrize("case", suite(), ids=str)
+def test_suite(cuda: EmulatedCuda, case: Case) -> None:
+    call = case.call()
+    if call.tensors["kv_cache"].dtype == FLOAT8:
+        check_float8(cuda, call)
+    else:
+        check(cuda, call)
 
 
 @pytest.mark.parametrize("num_sms", [1, 3, 132])
 def test_split_over_any_number_of_blocks(cuda: EmulatedCuda, num_sms: int) -> None:
     device = EmulatedCuda(cuda.path, num_sms=num_sms)
     check(device, make_call([(1, 500), (1, 3), (2, 130), (1, 64), (1, 700)], dtype=FLOAT16, num_kv_heads=1))
-
-
-@DTYPES
-def test_without_norm(cuda: EmulatedCuda, dtype: Any) -> None:
-    check(cuda, make_call(MIXED, dtype=dtype, norm=False))
 
 
 def test_q_norm_and_k_norm_are_not_mixed_up(cuda: EmulatedCuda) -> None:
@@ -178,17 +109,9 @@ def test_chunks_of_a_prompt_are_the_whole_prompt(cuda: EmulatedCuda) -> None:
     )
 
 
-def test_only_padding(cuda: EmulatedCuda) -> None:
-    check(cuda, make_call([(0, 5), (0, 0)], dtype=FLOAT16, padding_rows=5))
-
-
-def test_no_rows_at_all_copies_the_pool(cuda: EmulatedCuda) -> None:
-    call = make_call([(0, 5), (0, 0)], dtype=FLOAT16)
+@DTYPES
+@pytest.mark.parametrize("kv_dtype", [None, FLOAT8], ids=["16 bits", "float8"])
+def test_no_rows_at_all_copies_the_pool(cuda: EmulatedCuda, dtype: Any, kv_dtype: Any) -> None:
+    call = make_call([(0, 5), (0, 0)], dtype=dtype, kv_dtype=kv_dtype)
     _, pool = cuda.paged_attention(**call.tensors, **call.attributes)
-    np.testing.assert_array_equal(pool.view(np.uint16), call.tensors["kv_cache"].view(np.uint16))
-
-
-def test_many_sequences(cuda: EmulatedCuda) -> None:
-    random = np.random.default_rng(0)
-    lengths = random.integers(1, 60, 70)
-    check(cuda, make_call([(int(random.integers(0, 4)) if n > 3 else 1, int(n)) for n in lengths], dtype=FLOAT16))
+    assert pool.tobytes() == call.tensors["kv_cache"].tobytes()

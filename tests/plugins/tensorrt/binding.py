@@ -13,8 +13,8 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from gpu_check.memory import aligned
 from qwenrt.plugins.schema import PAGED_ATTENTION
-from tests.plugins.cuda.binding import aligned
 
 Array = npt.NDArray[Any]
 Shape = Sequence[int]

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from gpu_check.cases import BFLOAT16, FLOAT16, MIXED, Call, make_call
+from gpu_check.memory import aligned
+from gpu_check.op_suite import check
 from qwenrt.plugins.schema import PAGED_ATTENTION
-from tests.plugins.cuda.binding import aligned
-from tests.plugins.cuda.cases import Call, make_call
-from tests.plugins.cuda.test_paged_attention import BFLOAT16, DTYPES, FLOAT16, MIXED, check
+from tests.plugins.cuda.test_paged_attention import DTYPES
 
 from .binding import INPUTS, OUTPUTS, STRUCTURES, TYPES, DataType, FieldType, FieldValue, Host, Phase, Plugin, PluginOp
 
