@@ -1,4 +1,4 @@
-"""Random-weight Qwen3 checkpoints, made by transformers' own Qwen3ForCausalLM so that they owe nothing to our modules."""
+"""Random-weight checkpoints of every family, made by transformers' own modules so that they owe nothing to ours."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
 
 from qwenrt.tools.byte_tokenizer import special_ids, tokenizer_files
 
@@ -29,20 +29,20 @@ TINY: dict[str, Any] = {
 """A head_dim that is not hidden_size / num_attention_heads, and two query heads to each K/V head."""
 
 
-def write_checkpoint(path: Path, seed: int = 0, shards: int = 1, **config: Any) -> Path:
+def write_checkpoint(path: Path, seed: int = 0, shards: int = 1, family: str = "qwen3", **config: Any) -> Path:
     """Write a complete checkpoint folder: config, weights in `shards` files, byte-level tokenizer, chat template.
 
-    `config` overrides `TINY`; `dtype` among it ("float32" by default) is the type of the weights. Norm weights are uniform in
-    [0.5, 1.5) so that one that is skipped or swapped shows; matrices are normal and scaled to keep activations near 1, biases
-    are normal with standard deviation 0.5. Returns `path`.
+    `family` is the model_type. `config` overrides `TINY`; `dtype` among it ("float32" by default) is the type of the weights.
+    Norm weights are uniform in [0.5, 1.5) so that one that is skipped or swapped shows; matrices are normal and scaled to keep
+    activations near 1, biases are normal with standard deviation 0.5. Returns `path`.
     """
     values = {**TINY, **config}
     dtype = getattr(torch, values.pop("dtype", "float32"))
     ids = special_ids(values["vocab_size"])
-    hf_config = Qwen3Config(**{"bos_token_id": ids["<|endoftext|>"], "eos_token_id": ids["<|im_end|>"], **values})
-    hf_config.architectures = ["Qwen3ForCausalLM"]
-    hf_config.dtype = dtype
+    tokens = {"bos_token_id": ids["<|endoftext|>"], "eos_token_id": ids["<|im_end|>"]}
+    hf_config = AutoConfig.for_model(family, **{**tokens, **values})
     weights = {name: value.to(dtype) for name, value in random_weights(hf_config, seed).items()}
+    hf_config.dtype = dtype
     path.mkdir(parents=True, exist_ok=True)
     hf_config.save_pretrained(path)
     eos = [ids["<|im_end|>"], ids["<|endoftext|>"]]
@@ -53,10 +53,12 @@ def write_checkpoint(path: Path, seed: int = 0, shards: int = 1, **config: Any) 
     return path
 
 
-def random_weights(config: Qwen3Config, seed: int) -> dict[str, torch.Tensor]:
+def random_weights(config: PreTrainedConfig, seed: int) -> dict[str, torch.Tensor]:
     """A state dict for `config`, float32; without `lm_head.weight` where it is tied, as transformers saves it."""
     with torch.device("meta"):
-        shapes = {name: value.shape for name, value in Qwen3ForCausalLM(config).state_dict().items()}
+        model = AutoModelForCausalLM.from_config(config)
+    config.architectures = [type(model).__name__]
+    shapes = {name: value.shape for name, value in model.state_dict().items()}
     if config.tie_word_embeddings:
         del shapes["lm_head.weight"]
     generator = torch.Generator().manual_seed(seed)

@@ -27,3 +27,13 @@ class Oracle:
             token_ids = result.logits[:, -1].argmax(-1, keepdim=True)
             generated.append(int(token_ids))
         return generated
+
+    @torch.inference_mode()
+    def choices(self, prompt: Sequence[int], answer: Sequence[int]) -> list[int]:
+        """The most likely token at each place of `answer`, given what stands before it.
+
+        They are `answer` itself if, and only if, `greedy` would give it: one pass in place of one for each token.
+        """
+        logits = self.model(torch.tensor([[*prompt, *answer]])).logits[0]
+        choices: list[int] = logits[len(prompt) - 1 : -1].argmax(-1).tolist()
+        return choices

@@ -57,7 +57,7 @@ def load_module(folder: Path, *, block_size: int, max_model_len: int = 256) -> Q
     checkpoint.check(config)
     module = Qwen3ForCausalLM(config, block_size=block_size, max_model_len=max_model_len).eval()
     state = {
-        name: torch.cat([_tensor(checkpoint, source) for source in sources])
+        name: torch.cat([torch.empty(0), *(_tensor(checkpoint, source) for source in sources)])
         for name, sources in parameter_sources(config).items()
     }
     state["rope"] = torch.from_numpy(config.rope.table(max_model_len, config.head_dim))

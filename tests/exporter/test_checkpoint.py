@@ -177,7 +177,7 @@ class TestContents:
         edit_config(single, head_dim=None)
         refused(
             single,
-            r"q_proj\.weight has shape \[128, 64\], config\.json makes it \[512, 64\] \(head_dim 128, Qwen3's default",
+            r"q_proj\.weight has shape \[128, 64\], config\.json makes it \[512, 64\] \(head_dim 128, the default",
         )
         edit_config(single, head_dim=16)
         refused(

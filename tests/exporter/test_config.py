@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transformers import Qwen3Config
+from transformers import AutoConfig, Qwen3Config
 
 from qwenrt.exporter import ModelConfig
 from qwenrt.plugins import ConfigError
@@ -28,6 +28,7 @@ MINIMAL: dict[str, Any] = {
     "rope_theta": 1000000.0,
 }
 DROP = object()
+LLAMA: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
 
 
 def parse(**changes: Any) -> ModelConfig:
@@ -90,6 +91,38 @@ def test_defaults_are_those_of_transformers(tmp_path: Path) -> None:
     assert found.head_dim_is_default
 
 
+@pytest.mark.parametrize("family", ["qwen2", "llama"])
+def test_defaults_of_the_other_families_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    names = ("rms_norm_eps", "tie_word_embeddings", "max_position_embeddings")
+    absent = (*names, "head_dim", "num_key_value_heads", "rope_theta", "architectures")
+    values = {k: v for k, v in MINIMAL.items() if k not in absent} | {"model_type": family, "num_attention_heads": 32}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    expected, found = AutoConfig.from_pretrained(tmp_path), ModelConfig.from_dict(values)
+    assert {name: getattr(found, name) for name in names} == {name: getattr(expected, name) for name in names}
+    assert found.rope.theta == expected.rope_parameters["rope_theta"]
+    assert found.num_kv_heads == expected.num_key_value_heads
+    assert found.head_dim == 64 // 32
+
+
+@pytest.mark.parametrize(
+    ("changes", "biases"),
+    [
+        ({}, (False, False, False)),
+        ({"attention_bias": True, "mlp_bias": True}, (True, True, False)),
+        ({"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}, (True, False, False)),
+        ({"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "attention_bias": False}, (True, False, False)),
+        (LLAMA, (False, False, False)),
+        ({**LLAMA, "attention_bias": True}, (True, True, False)),
+        ({**LLAMA, "mlp_bias": True}, (False, False, True)),
+        ({**LLAMA, "use_sliding_window": True, "sliding_window": 0}, (False, False, False)),
+    ],
+    ids=str,
+)
+def test_biases_are_those_of_the_family(changes: dict[str, Any], biases: tuple[bool, bool, bool]) -> None:
+    config = parse(**changes)
+    assert (config.attention_bias, config.output_bias, config.mlp_bias) == biases
+
+
 def test_a_missing_number_of_kv_heads_is_what_transformers_takes(tmp_path: Path) -> None:
     values = {k: v for k, v in MINIMAL.items() if k != "num_key_value_heads"} | {"num_attention_heads": 64}
     (tmp_path / "config.json").write_text(json.dumps(values))
@@ -149,14 +182,10 @@ def test_dtype_spellings(fields: dict[str, Any], expected: str | None) -> None:
     ("changes", "message"),
     [
         (
-            {"architectures": ["LlamaForCausalLM"]},
-            '"LlamaForCausalLM" is not supported; supported are Qwen3ForCausalLM',
+            {"architectures": ["MistralForCausalLM"]},
+            '"MistralForCausalLM" is not supported; supported are Qwen3ForCausalLM, Qwen2ForCausalLM, LlamaForCausalLM',
         ),
-        (
-            {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"},
-            '"Qwen3MoeForCausalLM" is not supported',
-        ),
-        ({"architectures": DROP, "model_type": "llama"}, 'model_type is "llama"; supported are Qwen3ForCausalLM'),
+        ({"architectures": DROP, "model_type": "gemma"}, 'model_type is "gemma"; supported are Qwen3ForCausalLM'),
         ({"architectures": DROP, "model_type": DROP}, "no architectures, and model_type is null"),
         ({"architectures": "Qwen3ForCausalLM"}, "architectures is .*must be a list of names"),
         ({"architectures": [1]}, "architectures is a list, must be a list of names"),
@@ -177,6 +206,11 @@ def test_dtype_spellings(fields: dict[str, Any], expected: str | None) -> None:
         ({"num_attention_heads": 3}, "num_attention_heads is 3, must be a multiple of num_key_value_heads .2."),
         ({"head_dim": 33}, "head_dim is 33, must be even"),
         ({"head_dim": 0}, "head_dim is 0"),
+        (
+            {**LLAMA, "head_dim": DROP, "hidden_size": 66},
+            "hidden_size is 66, must be a multiple of num_attention_heads",
+        ),
+        ({**LLAMA, "head_dim": DROP, "hidden_size": 12}, "head_dim is 3, must be even"),
         ({"vocab_size": 10**12}, "vocab_size is 1000000000000"),
         ({"rms_norm_eps": 0}, "rms_norm_eps is 0"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps is NaN"),

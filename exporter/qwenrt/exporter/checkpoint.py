@@ -105,24 +105,25 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     hidden, inner = config.hidden_size, config.intermediate_size
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
     projections = {
-        "q_proj": (config.q_size, hidden),
-        "k_proj": (config.kv_size, hidden),
-        "v_proj": (config.kv_size, hidden),
-        "o_proj": (hidden, config.q_size),
+        "self_attn.q_proj": (config.q_size, hidden, config.attention_bias),
+        "self_attn.k_proj": (config.kv_size, hidden, config.attention_bias),
+        "self_attn.v_proj": (config.kv_size, hidden, config.attention_bias),
+        "self_attn.o_proj": (hidden, config.q_size, config.output_bias),
+        "mlp.gate_proj": (inner, hidden, config.mlp_bias),
+        "mlp.up_proj": (inner, hidden, config.mlp_bias),
+        "mlp.down_proj": (hidden, inner, config.mlp_bias),
     }
+    norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
+    if config.qk_norm:
+        norms |= {"self_attn.q_norm": config.head_dim, "self_attn.k_norm": config.head_dim}
     for layer in range(config.num_layers):
         prefix = f"model.layers.{layer}."
-        for name, shape in projections.items():
-            shapes[f"{prefix}self_attn.{name}.weight"] = shape
-            if config.attention_bias:
-                shapes[f"{prefix}self_attn.{name}.bias"] = shape[:1]
-        for name in ("q_norm", "k_norm"):
-            shapes[f"{prefix}self_attn.{name}.weight"] = (config.head_dim,)
-        for name in ("gate_proj", "up_proj"):
-            shapes[f"{prefix}mlp.{name}.weight"] = (inner, hidden)
-        shapes[prefix + "mlp.down_proj.weight"] = (hidden, inner)
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            shapes[f"{prefix}{name}.weight"] = (hidden,)
+        for name, (rows, columns, bias) in projections.items():
+            shapes[f"{prefix}{name}.weight"] = (rows, columns)
+            if bias:
+                shapes[f"{prefix}{name}.bias"] = (rows,)
+        for name, size in norms.items():
+            shapes[f"{prefix}{name}.weight"] = (size,)
     shapes["model.norm.weight"] = (hidden,)
     if not config.tie_word_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, hidden)
@@ -169,7 +170,7 @@ def _some(names: list[str]) -> str:
 def _reason(name: str, shape: tuple[int, ...], config: ModelConfig) -> str:
     text = f"config.json makes it {list(shape)}"
     if "self_attn" in name:
-        origin = "Qwen3's default, for config.json has none" if config.head_dim_is_default else "from config.json"
+        origin = "the default, for config.json has none" if config.head_dim_is_default else "from config.json"
         text += (
             f" (head_dim {config.head_dim}, {origin}; num_attention_heads {config.num_heads}, "
             f"num_key_value_heads {config.num_kv_heads}, hidden_size {config.hidden_size}); correct config.json"

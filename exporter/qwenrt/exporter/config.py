@@ -10,12 +10,11 @@ from typing import Any
 
 from qwenrt.plugins import ConfigError
 
+from .families import Family, family_of
 from .folder import checked_folder, plain_file
 from .json_fields import Fields, read_json_object, shown
 from .rope import RopeSpec
 
-ARCHITECTURES = ("Qwen3ForCausalLM",)
-_MODEL_TYPES = {"qwen3": "Qwen3ForCausalLM"}
 _DTYPES = {
     "float32": "float32",
     "float": "float32",
@@ -28,17 +27,17 @@ _DTYPES = {
 }
 _MAX_LAYERS = 1024
 _MAX_POSITIONS = 1 << 22
-_DEFAULT_HEAD_DIM = 128
-_DEFAULT_KV_HEADS = 32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A dense Qwen3 decoder; sizes are in elements.
+    """A decoder of one of the supported families; sizes are in elements.
 
-    `sliding_windows` has one entry a layer: the number of positions that a token attends to, itself included, or -1 for all.
-    `head_dim_is_default` tells that config.json names none. `dtype` is what config.json says its weights are, or None; the
-    weights' own headers decide. `eos_token_ids` come from generation_config.json, else config.json, else the tokenizer.
+    `attention_bias`, `output_bias` and `mlp_bias` tell whether q, k and v, whether o, and whether the MLP's projections have
+    biases, `qk_norm` whether heads of q and k are normalised. `sliding_windows` has one entry a layer: the number of positions
+    that a token attends to, itself included, or -1 for all. `head_dim_is_default` tells that config.json names none. `dtype` is
+    what config.json says its weights are, or None; the weights' own headers decide. `eos_token_ids` come from
+    generation_config.json, else config.json, else the tokenizer.
     """
 
     architecture: str
@@ -55,6 +54,9 @@ class ModelConfig:
     rms_norm_eps: float
     tie_word_embeddings: bool
     attention_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
     sliding_windows: tuple[int, ...]
     dtype: str | None
     eos_token_ids: tuple[int, ...]
@@ -92,22 +94,13 @@ class ModelConfig:
     def from_dict(cls, values: dict[str, Any], *, source: str = "config.json") -> ModelConfig:
         """Validate the contents of a config.json; raises ConfigError naming the field, its value and what is allowed."""
         fields = Fields(values, source)
-        architecture = _architecture(fields)
+        family = family_of(fields)
         _refuse_unsupported(fields)
         num_layers = fields.integer("num_hidden_layers", high=_MAX_LAYERS)
-        num_heads = fields.integer("num_attention_heads", high=65536)
-        if "num_key_value_heads" in values and not fields.has("num_key_value_heads"):
-            num_kv_heads = num_heads
-        else:
-            num_kv_heads = fields.integer("num_key_value_heads", _DEFAULT_KV_HEADS, high=65536)
-        if num_heads % num_kv_heads:
-            raise ConfigError(
-                f"{source}: num_attention_heads is {num_heads}, must be a multiple of num_key_value_heads ({num_kv_heads})"
-            )
-        head_dim = fields.integer("head_dim", high=8192) if fields.has("head_dim") else _DEFAULT_HEAD_DIM
-        if head_dim % 2:
-            raise fields.wrong("head_dim", "even: RoPE rotates pairs")
-        positions = fields.integer("max_position_embeddings", 32768, high=_MAX_POSITIONS)
+        hidden_size = fields.integer("hidden_size", high=1 << 20)
+        num_heads, num_kv_heads, head_dim = _heads(fields, family, hidden_size)
+        positions = fields.integer("max_position_embeddings", family.default_positions, high=_MAX_POSITIONS)
+        attention_bias = fields.boolean("attention_bias", False)
         vocab_size = fields.integer("vocab_size", high=1 << 24)
         rope = RopeSpec.from_fields(fields, positions)
         if rope.scaled_positions > _MAX_POSITIONS:
@@ -116,9 +109,9 @@ class ModelConfig:
                 f"{_MAX_POSITIONS}; correct factor or original_max_position_embeddings"
             )
         return cls(
-            architecture=architecture,
+            architecture=family.architecture,
             num_layers=num_layers,
-            hidden_size=fields.integer("hidden_size", high=1 << 20),
+            hidden_size=hidden_size,
             intermediate_size=fields.integer("intermediate_size", high=1 << 22),
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
@@ -129,33 +122,40 @@ class ModelConfig:
             rope=rope,
             rms_norm_eps=fields.number("rms_norm_eps", 1e-6, low=1e-30, high=1.0),
             tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
-            attention_bias=fields.boolean("attention_bias", False),
-            sliding_windows=_sliding_windows(fields, num_layers),
+            attention_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
+            output_bias=attention_bias if family.qkv_bias is None else False,
+            mlp_bias=family.mlp_bias and fields.boolean("mlp_bias", False),
+            qk_norm=family.qk_norm,
+            sliding_windows=_sliding_windows(fields, num_layers) if family.sliding_window else (-1,) * num_layers,
             dtype=_dtype(fields),
             eos_token_ids=_token_ids(fields, vocab_size) or (),
         )
 
 
-def _architecture(fields: Fields) -> str:
-    names = fields.values.get("architectures")
-    kind = fields.values.get("model_type")
-    supported = ", ".join(ARCHITECTURES)
-    if not names:
-        if not isinstance(kind, str) or kind not in _MODEL_TYPES:
-            raise ConfigError(
-                f"{fields.source}: no architectures, and model_type is {shown(kind)}; supported are {supported}"
-            )
-        return _MODEL_TYPES[kind]
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise fields.wrong("architectures", "a list of names")
-    known: list[str] = [name for name in names if name in ARCHITECTURES]
-    if not known:
+def _heads(fields: Fields, family: Family, hidden_size: int) -> tuple[int, int, int]:
+    """Number of query heads, number of key/value heads, and elements of a head."""
+    num_heads = fields.integer("num_attention_heads", high=65536)
+    default = None if "num_key_value_heads" in fields.values else family.default_kv_heads
+    if fields.has("num_key_value_heads"):
+        num_kv_heads = fields.integer("num_key_value_heads", high=65536)
+    else:
+        num_kv_heads = default or num_heads
+    if num_heads % num_kv_heads:
         raise ConfigError(
-            f"{fields.source}: architecture {shown(names[0])} is not supported; supported are {supported}"
+            f"{fields.source}: num_attention_heads is {num_heads}, must be a multiple of num_key_value_heads ({num_kv_heads})"
         )
-    if kind is not None and (not isinstance(kind, str) or _MODEL_TYPES.get(kind) != known[0]):
-        raise fields.wrong("model_type", f'"qwen3" for architecture {known[0]}')
-    return known[0]
+    if fields.has("head_dim"):
+        head_dim = fields.integer("head_dim", high=8192)
+    elif family.default_head_dim is None and hidden_size % num_heads:
+        raise ConfigError(
+            f"{fields.source}: hidden_size is {hidden_size}, must be a multiple of num_attention_heads ({num_heads}) where "
+            "there is no head_dim"
+        )
+    else:
+        head_dim = family.default_head_dim or hidden_size // num_heads
+    if head_dim % 2:
+        raise ConfigError(f"{fields.source}: head_dim is {head_dim}, must be even: RoPE rotates pairs")
+    return num_heads, num_kv_heads, head_dim
 
 
 def _refuse_unsupported(fields: Fields) -> None:

@@ -1,6 +1,7 @@
 """Qwen3 in PyTorch over a flat batch of tokens, attention as one custom op on a paged KV cache.
 
-The judge of these modules is transformers' Qwen3ForCausalLM. What differs is the layout: tokens of all sequences lie back to back
+Qwen2 and Llama are the same decoder without the norms of q and k and with other biases, so these modules are theirs too. Their
+judges are transformers' Qwen3ForCausalLM and its siblings. What differs is the layout: tokens of all sequences lie back to back
 in [T, ...], q, k and v come from one projection and so do gate and up, and q/k norm, RoPE, cache and attention are
 `torch.ops.qwenrt.paged_attention`. Parameters are float32.
 """
@@ -48,9 +49,10 @@ class Qwen3Attention(nn.Module):
         super().__init__()
         packed = config.q_size + 2 * config.kv_size
         self.qkv_proj = nn.Linear(config.hidden_size, packed, bias=config.attention_bias)
-        self.o_proj = nn.Linear(config.q_size, config.hidden_size, bias=config.attention_bias)
-        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
-        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.o_proj = nn.Linear(config.q_size, config.hidden_size, bias=config.output_bias)
+        norm_size = config.head_dim if config.qk_norm else 0
+        self.q_norm = RMSNorm(norm_size, config.rms_norm_eps)
+        self.k_norm = RMSNorm(norm_size, config.rms_norm_eps)
         self.config = config
         self.block_size = block_size
         self.sliding_window = config.sliding_windows[layer]
@@ -84,8 +86,8 @@ class Qwen3MLP(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.gate_up_proj = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.gate_up_proj = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, hidden] to [T, hidden]."""
@@ -167,27 +169,26 @@ class Qwen3ForCausalLM(nn.Module):
 
 
 def parameter_sources(config: ModelConfig) -> dict[str, tuple[str, ...]]:
-    """For each parameter of Qwen3ForCausalLM, the checkpoint tensors that it is made of, one below the other."""
+    """For each parameter of Qwen3ForCausalLM, the checkpoint tensors that it is made of, one below the other.
+
+    None where a family has no norms of q and k: these parameters are empty.
+    """
     sources: dict[str, tuple[str, ...]] = {"model.embed_tokens.weight": ("model.embed_tokens.weight",)}
-    kinds = ("weight", "bias") if config.attention_bias else ("weight",)
+    merged = {
+        "self_attn.qkv_proj": (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), config.attention_bias),
+        "self_attn.o_proj": (("self_attn.o_proj",), config.output_bias),
+        "mlp.gate_up_proj": (("mlp.gate_proj", "mlp.up_proj"), config.mlp_bias),
+        "mlp.down_proj": (("mlp.down_proj",), config.mlp_bias),
+    }
     for layer in range(config.num_layers):
         prefix = f"model.layers.{layer}."
-        for kind in kinds:
-            names = tuple(f"{prefix}self_attn.{part}_proj.{kind}" for part in "qkv")
-            sources[f"{prefix}self_attn.qkv_proj.{kind}"] = names
-            sources[f"{prefix}self_attn.o_proj.{kind}"] = (f"{prefix}self_attn.o_proj.{kind}",)
-        sources[prefix + "mlp.gate_up_proj.weight"] = (
-            prefix + "mlp.gate_proj.weight",
-            prefix + "mlp.up_proj.weight",
-        )
-        for name in (
-            "self_attn.q_norm",
-            "self_attn.k_norm",
-            "mlp.down_proj",
-            "input_layernorm",
-            "post_attention_layernorm",
-        ):
+        for name, (parts, bias) in merged.items():
+            for kind in ("weight", "bias") if bias else ("weight",):
+                sources[f"{prefix}{name}.{kind}"] = tuple(f"{prefix}{part}.{kind}" for part in parts)
+        for name in ("input_layernorm", "post_attention_layernorm"):
             sources[f"{prefix}{name}.weight"] = (f"{prefix}{name}.weight",)
+        for name in ("self_attn.q_norm", "self_attn.k_norm"):
+            sources[f"{prefix}{name}.weight"] = (f"{prefix}{name}.weight",) if config.qk_norm else ()
     sources["model.norm.weight"] = ("model.norm.weight",)
     if not config.tie_word_embeddings:
         sources["lm_head.weight"] = ("lm_head.weight",)

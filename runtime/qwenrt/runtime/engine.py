@@ -92,11 +92,26 @@ class LLMEngine:
         self._jobs: dict[str, _Job] = {}
         self._answers: dict[Request, tuple[_Job, Completion]] = {}
 
-    def add_request(self, request_id: str, prompt: str | Sequence[int], params: SamplingParams) -> None:
-        """Queue a prompt (text or token ids); raises RequestError, and changes nothing, if it cannot be served."""
+    def add_request(
+        self,
+        request_id: str,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        *,
+        add_special_tokens: bool = True,
+    ) -> None:
+        """Queue a prompt (text or token ids); raises RequestError, and changes nothing, if it cannot be served.
+
+        add_special_tokens: as `Tokenizer.encode` has it; False for a rendered chat template.
+        """
         if request_id in self._jobs:
             raise RequestError(f"request_id {request_id!r} is in use; abort it first or choose another")
-        token_ids, max_tokens = self._check(prompt, params)
+        if isinstance(prompt, str):
+            most = self.limits.max_model_len
+            token_ids = self.tokenizer.encode(prompt, max_tokens=most, add_special_tokens=add_special_tokens)
+        else:
+            token_ids = list(prompt)
+        max_tokens = self._check(token_ids, params)
         job = _Job(request_id, prompt if isinstance(prompt, str) else None, [])
         eos_token_ids = frozenset(self.manifest.eos_token_ids)
         for index in range(params.n):
@@ -117,12 +132,10 @@ class LLMEngine:
             self.scheduler.add(request)
         self._jobs[request_id] = job
 
-    def _check(self, prompt: str | Sequence[int], params: SamplingParams) -> tuple[list[int], int]:
-        """The prompt's token ids and how many tokens may follow; raises RequestError if the engine cannot serve that."""
+    def _check(self, token_ids: list[int], params: SamplingParams) -> int:
+        """How many tokens may follow the prompt; raises RequestError if the engine cannot serve that."""
         vocab_size = self.manifest.model.vocab_size
         params.validate_for(vocab_size)
-        most = self.limits.max_model_len
-        token_ids = self.tokenizer.encode(prompt, max_tokens=most) if isinstance(prompt, str) else list(prompt)
         if not token_ids:
             raise RequestError("prompt is empty; give at least one token")
         for token in token_ids:
@@ -144,7 +157,7 @@ class LLMEngine:
                 f"prompt has {len(token_ids)} tokens and max_tokens is {params.max_tokens}: that needs {needed} KV blocks and "
                 f"the pool has {pool}; lower max_tokens or raise num_kv_blocks"
             )
-        return token_ids, max_tokens
+        return max_tokens
 
     def has_unfinished_requests(self) -> bool:
         """Whether there is anything to step for."""

@@ -81,13 +81,15 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        add_special_tokens: bool = True,
         on_output: Callable[[RequestOutput], None] | None = None,
     ) -> list[RequestOutput]:
         """Answer one prompt (text or token ids) or many, all batched together; outputs come in the order given.
 
-        params: one for all, or one each; default `SamplingParams()`. on_output is called with each request that has something
-        new after every step. Raises RequestError before anything runs if a prompt or its parameters cannot be served; on any
-        exception (Ctrl-C too) the requests of this call are aborted and the LLM stays usable.
+        params: one for all, or one each; default `SamplingParams()`. add_special_tokens: whether texts get what the tokenizer
+        puts around them (Llama's <s>; Qwen has nothing); no for a rendered chat template. on_output is called with each request
+        that has something new after every step. Raises RequestError before anything runs if a prompt or its parameters cannot
+        be served; on any exception (Ctrl-C too) the requests of this call are aborted and the LLM stays usable.
         """
         batch = _as_batch(prompts)
         every = _one_each(params, len(batch))
@@ -95,7 +97,7 @@ class LLM:
         done: dict[str, RequestOutput] = {}
         try:
             for request_id, prompt, one in zip(ids, batch, every, strict=True):
-                self.engine.add_request(request_id, prompt, one)
+                self.engine.add_request(request_id, prompt, one, add_special_tokens=add_special_tokens)
             while len(done) < len(ids):
                 for job in self.engine.step_jobs():
                     if job.finished:
@@ -124,7 +126,7 @@ class LLM:
             self.render(conversation, tools=tools, enable_thinking=enable_thinking)  # type: ignore[arg-type]
             for conversation in conversations
         ]
-        return self.generate(prompts, params, on_output=on_output)
+        return self.generate(prompts, params, add_special_tokens=False, on_output=on_output)
 
     def render(
         self,

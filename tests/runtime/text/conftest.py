@@ -32,6 +32,25 @@ def byte_backend(merges: list[tuple[str, str]] | None = None) -> tokenizers.Toke
     return backend
 
 
+LLAMA_CONFIG = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+
+
+def llama_backend() -> tokenizers.Tokenizer:
+    """As Llama 2 and TinyLlama have it: words begin with U+2581, and what the vocabulary lacks falls back on byte tokens."""
+    d, n = tokenizers.decoders, tokenizers.normalizers
+    merges = [("▁", "a"), ("▁", "b"), ("▁a", "b"), ("c", "d"), ("▁", "▁")]
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁abcd", *map("".join, merges)]
+    model = tokenizers.models.BPE(
+        {token: i for i, token in enumerate(tokens)}, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True
+    )
+    backend = tokenizers.Tokenizer(model)
+    backend.normalizer = n.Sequence([n.Prepend("▁"), n.Replace(" ", "▁")])
+    backend.decoder = d.Sequence([d.Replace("▁", " "), d.ByteFallback(), d.Fuse(), d.Strip(" ", 1, 0)])
+    backend.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    backend.add_special_tokens(["<unk>", "<s>", "</s>"])
+    return backend
+
+
 @pytest.fixture(scope="session")
 def byte_tokenizer() -> Tokenizer:
     return Tokenizer(byte_backend(), CONFIG)

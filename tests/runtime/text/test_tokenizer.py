@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from qwenrt.plugins import ConfigError, RequestError
 from qwenrt.runtime.text import tokenizer as module
+from qwenrt.runtime.text.detokenizer import IncrementalDetokenizer
 from qwenrt.runtime.text.tokenizer import Tokenizer
 
-from .conftest import CONFIG, SHOWN, SPECIAL, byte_backend
+from .conftest import CONFIG, LLAMA_CONFIG, SHOWN, SPECIAL, byte_backend, llama_backend
 
 TEXTS = [
     "",
@@ -187,6 +188,28 @@ def test_another_kind_of_tokenizer_is_refused_by_name(decoder: Any) -> None:
     backend.decoder = decoder
     with pytest.raises(ConfigError, match=f"decoder is {type(decoder).__name__}"):
         Tokenizer(backend, CONFIG)
+
+
+LLAMA = Tokenizer(llama_backend(), LLAMA_CONFIG)
+
+
+@pytest.mark.parametrize("text", [*TEXTS, "ab cd", "  ab  ", "<s>ab</s> cd", "▁"])
+@pytest.mark.parametrize("skip", [True, False])
+def test_llama_decode_equals_the_librarys_own(text: str, skip: bool) -> None:
+    ids = LLAMA.encode(text)
+    assert LLAMA.decode(ids, skip) == llama_backend().decode(ids, skip_special_tokens=skip)
+
+
+def test_llama_begins_a_text_that_is_no_rendered_template() -> None:
+    assert LLAMA.encode("ab") == [1, *LLAMA.encode("ab", add_special_tokens=False)]
+    assert LLAMA.encode("<s>ab", add_special_tokens=False)[:2] == [1, LLAMA.token_id("▁ab")]
+
+
+def test_llama_text_that_goes_on_keeps_its_first_space() -> None:
+    ids = LLAMA.encode("ab 社", add_special_tokens=False)
+    text = IncrementalDetokenizer(LLAMA, skip_special_tokens=True)
+    assert "".join([*(text.push([token]) for token in ids), text.finish()]) == " ab 社"
+    assert LLAMA.decode(ids) == "ab 社"
 
 
 def test_qwen3_facts(qwen3: Tokenizer) -> None:

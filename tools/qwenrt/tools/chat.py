@@ -112,7 +112,7 @@ class _Chat:
         turns = [*self._turns, {"role": "user", "content": message}]
         prompt = self._llm.render([*self._system, *turns], enable_thinking=self._thinking)
         engine = self._llm.engine
-        engine.add_request("chat", prompt, self._params)
+        engine.add_request("chat", prompt, self._params, add_special_tokens=False)
         text = ""
         try:
             while engine.has_unfinished_requests():

@@ -77,7 +77,8 @@ def command(
     llm = load_llm(engine, arguments)
     template = _Template(llm, system, thinking) if chat else None
     if len(texts) == params.n == 1 and not as_json:
-        _stream(llm, template.render(texts[0]) if template else texts[0], params)
+        _add(llm, "0", texts[0], template, params)
+        _stream(llm)
         return
     with spinner("answering") as line:
         failed = _answer_all(llm, texts, template, params, _JsonLines(llm) if as_json else _Headed(len(texts)), line)
@@ -106,9 +107,13 @@ class _Template:
         return self.llm.render([*messages, {"role": "user", "content": prompt}], enable_thinking=self.thinking)
 
 
-def _stream(llm: LLM, prompt: str, params: SamplingParams) -> None:
+def _add(llm: LLM, request_id: str, prompt: str, template: _Template | None, params: SamplingParams) -> None:
+    text = template.render(prompt) if template else prompt
+    llm.engine.add_request(request_id, text, params, add_special_tokens=template is None)
+
+
+def _stream(llm: LLM) -> None:
     shown = 0
-    llm.engine.add_request("0", prompt, params)
     try:
         while llm.engine.has_unfinished_requests():
             for output in llm.engine.step():
@@ -173,7 +178,7 @@ class _JsonLines:
         return out
 
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
-        text = self._tokenizer.decode([token_id], skip_special_tokens=False)
+        text = self._tokenizer.token_bytes(token_id).decode("utf-8", "replace")
         return {"token_id": token_id, "token": text, "logprob": _finite(logprob)}
 
 
@@ -194,7 +199,7 @@ def _answer_all(
     results: dict[int, RequestOutput | _Failure] = {}
     for index, prompt in enumerate(prompts):
         try:
-            llm.engine.add_request(str(index), template.render(prompt) if template else prompt, params)
+            _add(llm, str(index), prompt, template, params)
         except RequestError as error:
             with line.hidden():
                 print_error(f"prompt {index + 1}: {error}")

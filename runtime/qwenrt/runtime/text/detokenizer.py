@@ -13,6 +13,8 @@ from .tokenizer import Tokenizer
 class IncrementalDetokenizer:
     """The text of a growing token sequence; all pieces joined are what `Tokenizer.decode` gives for the whole.
 
+    One difference: Llama 2's tokenizer leaves out the space that a text begins with, and what is generated begins no text.
+
     Holds back at most the three bytes of a character that is not complete; bytes that can be no character come out at once.
     """
 

@@ -1,10 +1,14 @@
-"""Text to token ids and token ids to bytes, for tokenizers whose tokens are byte sequences (byte-level BPE)."""
+"""Text to token ids and token ids to bytes, for tokenizers whose tokens are byte sequences.
+
+These are byte-level BPE (Qwen, Llama 3, SmolLM2) and BPE with one token for each byte to fall back on (Llama 2, TinyLlama).
+"""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+import re
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +36,40 @@ def _byte_of_char() -> dict[str, int]:
 
 
 _BYTE_OF_CHAR = _byte_of_char()
+_BYTE_FALLBACK = (
+    {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+    {"type": "ByteFallback"},
+    {"type": "Fuse"},
+)
+_STRIP = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+
+
+def _byte_level(token: str) -> bytes:
+    try:
+        return bytes([_BYTE_OF_CHAR[char] for char in token])
+    except KeyError:
+        return token.encode("utf-8")
+
+
+def _byte_fallback(token: str) -> bytes:
+    if re.fullmatch("<0x[0-9A-F]{2}>", token):
+        return bytes([int(token[3:5], 16)])
+    return token.replace("▁", " ").encode("utf-8")
+
+
+def _spelling(decoder: Any) -> tuple[Callable[[str], bytes], bool]:
+    """What a token's bytes are, by the decoder of tokenizer.json, and whether a text's first space is left out."""
+    state = {} if decoder is None else json.loads(decoder.__getstate__())
+    if state.get("type") == "ByteLevel":
+        return _byte_level, False
+    steps = state.get("decoders", [])
+    strips = steps[-1:] == [_STRIP]
+    if (steps[:-1] if strips else steps) == list(_BYTE_FALLBACK):
+        return _byte_fallback, strips
+    raise ConfigError(
+        f"tokenizer.json: decoder is {state.get('type')}; supported are ByteLevel and the byte fallback of Llama, use a "
+        "checkpoint with a byte-level BPE tokenizer (Qwen, Llama 3, SmolLM2) or one of Llama 2 and TinyLlama"
+    )
 
 
 class Tokenizer:
@@ -39,11 +77,7 @@ class Tokenizer:
 
     def __init__(self, backend: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
         """`backend` as the tokenizers library reads tokenizer.json, `config` the contents of tokenizer_config.json."""
-        if not isinstance(backend.decoder, tokenizers.decoders.ByteLevel):
-            raise ConfigError(
-                f"tokenizer.json: decoder is {type(backend.decoder).__name__}; only ByteLevel is supported, use a checkpoint "
-                "with a byte-level BPE tokenizer (Qwen2, Qwen3)"
-            )
+        self._spell, self._strips_first_space = _spelling(backend.decoder)
         backend.no_truncation()
         backend.no_padding()
         backend.encode_special_tokens = False
@@ -78,8 +112,11 @@ class Tokenizer:
             raise ConfigError(f"{folder} has no tokenizer.json; save one with transformers' save_pretrained")
         return cls(_backend_of(text, folder / "tokenizer.json"), read_config(folder))
 
-    def encode(self, text: str, *, max_tokens: int | None = None) -> list[int]:
+    def encode(self, text: str, *, max_tokens: int | None = None, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; special tokens written in it become their ids, as in transformers. Nothing is cut.
+
+        add_special_tokens: put before and after it what the tokenizer has for that, such as Llama's <s>; Qwen's has nothing. A
+        rendered chat template has them written out already.
 
         Raises RequestError if the text is no valid Unicode, or has more than 4,194,304 characters, or so many that it cannot be
         `max_tokens` tokens (the exact number is for the caller to check).
@@ -99,7 +136,7 @@ class Tokenizer:
                 f"the text has the lone surrogate U+{surrogate:04X} at character {error.start}; it must be valid Unicode"
             ) from None
         try:
-            ids: list[int] = self._backend.encode(text).ids
+            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         except BaseException as error:
             _raise_unless_of_library(error)
             raise RequestError(f"the tokenizer cannot encode this text ({str(error)[:200]})") from None
@@ -108,7 +145,8 @@ class Tokenizer:
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Text of the tokens; bytes that are no UTF-8 become U+FFFD, ids without a token nothing. As in transformers."""
         skipped = self.special_token_ids if skip_special_tokens else frozenset()
-        return b"".join(self.token_bytes(i) for i in token_ids if i not in skipped).decode("utf-8", "replace")
+        text = b"".join(self.token_bytes(i) for i in token_ids if i not in skipped).decode("utf-8", "replace")
+        return text.removeprefix(" ") if self._strips_first_space else text
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token stands for, not always whole characters; empty for an id without a token."""
@@ -116,11 +154,7 @@ class Tokenizer:
             return b""
         known = self._bytes[token_id]
         if known is None:
-            token = self._backend.id_to_token(token_id) or ""
-            try:
-                known = bytes([_BYTE_OF_CHAR[char] for char in token])
-            except KeyError:
-                known = token.encode("utf-8")
+            known = self._spell(self._backend.id_to_token(token_id) or "")
             self._bytes[token_id] = known
         return known
 

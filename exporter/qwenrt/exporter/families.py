@@ -1,0 +1,74 @@
+"""The decoders that are built here: one modeling file for all, and per architecture what sets it apart.
+
+Defaults are those of transformers' configuration classes, for fields that a config.json leaves out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from qwenrt.plugins import ConfigError
+
+from .json_fields import Fields, shown
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Family:
+    """One architecture."""
+
+    architecture: str
+    model_type: str
+    qk_norm: bool = False
+    """Whether each head of q and k is normalised before it is rotated."""
+    qkv_bias: bool | None = None
+    """Whether q, k and v have biases and o has none, whatever config.json says; None: `attention_bias` decides for all four."""
+    mlp_bias: bool = False
+    """Whether `mlp_bias` has a meaning."""
+    sliding_window: bool = True
+    """Whether `sliding_window` and its companions have a meaning."""
+    default_head_dim: int | None = None
+    """None: hidden_size / num_attention_heads."""
+    default_kv_heads: int | None = None
+    """None: as many as query heads."""
+    default_positions: int = 32768
+
+
+FAMILIES = (
+    Family(
+        architecture="Qwen3ForCausalLM", model_type="qwen3", qk_norm=True, default_head_dim=128, default_kv_heads=32
+    ),
+    Family(architecture="Qwen2ForCausalLM", model_type="qwen2", qkv_bias=True, default_kv_heads=32),
+    Family(
+        architecture="LlamaForCausalLM",
+        model_type="llama",
+        mlp_bias=True,
+        sliding_window=False,
+        default_positions=2048,
+    ),
+)
+
+
+def family_of(fields: Fields) -> Family:
+    """The family that a config.json names by `architectures`, or by `model_type` where it has none.
+
+    Raises ConfigError naming what it found and what is supported.
+    """
+    names, kind = fields.values.get("architectures"), fields.values.get("model_type")
+    supported = ", ".join(family.architecture for family in FAMILIES)
+    if not names:
+        for family in FAMILIES:
+            if family.model_type == kind:
+                return family
+        raise ConfigError(
+            f"{fields.source}: no architectures, and model_type is {shown(kind)}; supported are {supported}"
+        )
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise fields.wrong("architectures", "a list of names")
+    known = [family for family in FAMILIES if family.architecture in names]
+    if not known:
+        raise ConfigError(
+            f"{fields.source}: architecture {shown(names[0])} is not supported; supported are {supported}"
+        )
+    if kind is not None and kind != known[0].model_type:
+        raise fields.wrong("model_type", f'"{known[0].model_type}" for architecture {known[0].architecture}')
+    return known[0]

@@ -1,0 +1,83 @@
+"""Every family of decoders: exported, it gives the greedy tokens of transformers in float32."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from qwenrt.exporter import export
+from qwenrt.runtime import LLM, SamplingParams
+from tests.checkpoints import write_checkpoint
+from tests.oracle import Oracle
+
+NUM_NEW = 64
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_NEW, ignore_eos=True)
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen2": {"family": "qwen2"},
+    "qwen2-untied-windows": {
+        "family": "qwen2",
+        "tie_word_embeddings": False,
+        "use_sliding_window": True,
+        "sliding_window": 7,
+        "max_window_layers": 2,
+    },
+    "llama": {"family": "llama", "num_key_value_heads": 4, "tie_word_embeddings": False},
+    "llama-biases": {"family": "llama", "attention_bias": True, "mlp_bias": True, "rope_theta": 1e4},
+    "llama3": {
+        "family": "llama",
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "factor": 32.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+            "rope_theta": 500000.0,
+        },
+    },
+}
+
+
+def prompts(vocab_size: int) -> list[list[int]]:
+    random = np.random.default_rng(0)
+    return [random.integers(0, vocab_size, length).tolist() for length in (1, 9, 40)]
+
+
+def check_tokens(checkpoint: Path, engine: Path, **options: Any) -> None:
+    """Export, and compare the tokens of prompts that are answered together with those of transformers, one by one."""
+    export(checkpoint, engine, block_size=8, **options)
+    batch = prompts(json.loads((checkpoint / "config.json").read_text())["vocab_size"])
+    oracle = Oracle(checkpoint)
+    for prompt, output in zip(batch, LLM(engine).generate(batch, GREEDY), strict=True):
+        tokens = output.outputs[0].token_ids
+        assert len(tokens) == NUM_NEW
+        assert tokens == oracle.choices(prompt, tokens)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_greedy_tokens_equal_transformers(name: str, tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", seed=3, **FAMILIES[name])
+    check_tokens(checkpoint, tmp_path / "engine")
+
+
+def test_the_torch_backend_runs_a_graph_without_q_and_k_norms(tmp_path: Path) -> None:
+    export(write_checkpoint(tmp_path / "checkpoint", family="qwen2"), tmp_path / "engine")
+    batch = prompts(320)
+    answers = [LLM(tmp_path / "engine", backend=name).generate(batch, GREEDY) for name in ("onnxruntime", "torch")]
+    ours, theirs = ([output.outputs[0].token_ids for output in outputs] for outputs in answers)
+    assert ours == theirs
+
+
+def test_a_config_as_tinyllama_has_it_needs_no_head_dim(tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", family="llama", head_dim=16)
+    path = checkpoint / "config.json"
+    config = json.loads(path.read_text())
+    theta = config.pop("rope_parameters")["rope_theta"]
+    for name in ("head_dim", "mlp_bias", "attention_bias", "dtype"):
+        del config[name]
+    old = {"pretraining_tp": 1, "rope_scaling": None, "rope_theta": theta, "torch_dtype": "float32"}
+    path.write_text(json.dumps(config | old))
+    check_tokens(checkpoint, tmp_path / "engine")
