@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from qwenrt.exporter import export
-from qwenrt.plugins import ConfigError
+from qwenrt.plugins import ConfigError, QwenrtWarning
 from qwenrt.runtime import EngineDir
 from qwenrt.runtime.text.chat_template import ChatTemplate
 from tests.checkpoints import write_checkpoint
@@ -127,7 +127,7 @@ def test_progress_tells_the_stages_and_counts_the_bytes(checkpoint: Path, place:
         ({"block_size": 2**20}, "block_size is 1048576"),
         ({"block_size": 32.0}, "block_size is 32.0"),
         ({"block_size": True}, "block_size is True"),
-        ({"max_model_len": 257}, "max_model_len is 257, must be an integer from 1 to 256, the positions of the model"),
+        ({"max_model_len": 2**22 + 1}, "max_model_len is 4194305, must be an integer from 1 to 4194304"),
         ({"max_model_len": 0}, "max_model_len is 0"),
         ({"max_num_seqs": 0}, "max_num_seqs is 0"),
         ({"max_num_batched_tokens": -1}, "max_num_batched_tokens is -1"),
@@ -140,6 +140,29 @@ def test_progress_tells_the_stages_and_counts_the_bytes(checkpoint: Path, place:
 )
 def test_wrong_arguments(options: dict[str, Any], message: str, tiny_checkpoint: Path, place: Path) -> None:
     refused(tiny_checkpoint, place, message, **options)
+
+
+@pytest.mark.parametrize(
+    ("rope", "message"),
+    [
+        (
+            {"rope_type": "default", "rope_theta": 1e6},
+            "max_model_len is 300 and the model has 256 positions; expect worse",
+        ),
+        (
+            {"rope_type": "dynamic", "factor": 2.0},
+            "300 and .* 256 positions; dynamic RoPE .* the frequencies of 300 tokens",
+        ),
+    ],
+    ids=["default", "dynamic"],
+)
+def test_more_positions_than_the_model_has_are_a_warning(
+    rope: dict[str, Any], message: str, checkpoint: Path, place: Path
+) -> None:
+    _edit("config.json", rope_parameters=rope)(checkpoint)
+    with pytest.warns(QwenrtWarning, match=message):
+        engine = export(checkpoint, place / "engine", max_model_len=300)
+    assert engine.manifest.limits.max_model_len == 300
 
 
 def test_an_unknown_argument_is_an_error(tiny_checkpoint: Path, place: Path) -> None:

@@ -26,6 +26,7 @@ SCALINGS: dict[str, dict[str, Any] | None] = {
     "none": None,
     "default": {"rope_type": "default"},
     "linear": {"rope_type": "linear", "factor": 2.5},
+    "dynamic": {"type": "dynamic", "factor": 2.0},
     "yarn": YARN,
     "yarn, old spelling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
     "yarn, own attention factor": {**YARN, "attention_factor": 1.7},
@@ -83,6 +84,16 @@ def test_yarn_has_the_numbers_worked_out_by_hand() -> None:
     assert yarn.table(1, 128)[0, 0] == np.float32(1.1386294), "the factor changes position 0 already"
 
 
+@pytest.mark.parametrize("length", [100, 1024, 1025, 3000])
+def test_dynamic_scaling_takes_the_frequencies_of_the_longest_sequence(length: int) -> None:
+    config = Qwen3Config(
+        head_dim=64, max_position_embeddings=1024, rope_theta=1e6, rope_scaling={"rope_type": "dynamic", "factor": 3.0}
+    )
+    cos, sin = Qwen3RotaryEmbedding(config)(torch.zeros(1), torch.arange(length)[None])
+    table = spec({"rope_type": "dynamic", "factor": 3.0}, max_positions=1024).table(length, 64)
+    np.testing.assert_allclose(table, np.concatenate([cos[0, :, :32], sin[0, :, :32]], 1), atol=5e-4)
+
+
 @pytest.mark.parametrize("position", [0, 1, 255, 257, 1001, 15962, 32767])
 def test_tables_are_exact_far_out(position: int) -> None:
     table = spec(None).table(32768, 128)
@@ -92,9 +103,11 @@ def test_tables_are_exact_far_out(position: int) -> None:
     np.testing.assert_allclose(table[position, 64:], np.sin(angles), atol=1e-7)
 
 
-@pytest.mark.parametrize("kind", ["foo", "dynamic", "longrope", "YARN", {"rope_type": "yarn"}, 3, None, ["yarn"]])
+@pytest.mark.parametrize("kind", ["foo", "longrope", "YARN", {"rope_type": "yarn"}, 3, None, ["yarn"]])
 def test_other_kinds_are_refused_by_name(kind: Any) -> None:
-    with pytest.raises(ConfigError, match=r"rope_scaling: rope_type is .*supported are default, linear, yarn, llama3"):
+    with pytest.raises(
+        ConfigError, match=r"rope_scaling: rope_type is .*supported are default, linear, dynamic, yarn, llama3"
+    ):
         spec({"rope_type": kind, "factor": 2.0})
 
 

@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 
 from qwenrt.exporter import export
+from qwenrt.plugins import QwenrtWarning
 from qwenrt.runtime import LLM, SamplingParams
 from tests.checkpoints import write_checkpoint
 from tests.oracle import Oracle
 
 NUM_NEW = 64
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_NEW, ignore_eos=True)
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 1e6}
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"family": "qwen2"},
     "qwen2-untied-windows": {
@@ -27,6 +29,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "llama": {"family": "llama", "num_key_value_heads": 4, "tie_word_embeddings": False},
     "llama-biases": {"family": "llama", "attention_bias": True, "mlp_bias": True, "rope_theta": 1e4},
+    "qwen3-yarn": {"family": "qwen3", "rope_parameters": YARN, "max_position_embeddings": 32},
     "llama3": {
         "family": "llama",
         "rope_parameters": {
@@ -55,6 +58,16 @@ def check_tokens(checkpoint: Path, engine: Path, **options: Any) -> None:
         tokens = output.outputs[0].token_ids
         assert len(tokens) == NUM_NEW
         assert tokens == oracle.choices(prompt, tokens)
+
+
+def test_a_prompt_as_long_as_dynamic_scaling_was_exported_for(tmp_path: Path) -> None:
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", max_position_embeddings=32, rope_parameters=rope)
+    prompt = np.random.default_rng(0).integers(0, 320, 63).tolist()
+    with pytest.warns(QwenrtWarning, match="dynamic"):
+        export(checkpoint, tmp_path / "engine", max_model_len=64)
+    [output] = LLM(tmp_path / "engine").generate(prompt, SamplingParams(temperature=0.0, max_tokens=1))
+    assert output.outputs[0].token_ids == Oracle(checkpoint).greedy(prompt, 1)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

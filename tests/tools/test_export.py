@@ -26,6 +26,14 @@ def test_options_reach_the_engine_and_the_folder_is_printed(tiny_checkpoint: Pat
     assert manifest.limits.max_num_batched_tokens == 16
 
 
+def test_a_warning_is_one_line_and_no_failure(tiny_checkpoint: Path, tmp_path: Path, here: Here) -> None:
+    out = tmp_path / "engine"
+    status, stdout, stderr = here("export", tiny_checkpoint, out, "--max-model-len", "512")
+    assert (status, stdout) == (0, f"{out}\n")
+    assert stderr.startswith("qwenrt: warning: max_model_len is 512 and the model has 256 positions; ")
+    assert stderr.count("\n") == 1
+
+
 def test_an_engine_is_replaced_by_force_only(tiny_checkpoint: Path, tiny_engine: Path, here: Here) -> None:
     status, stdout, stderr = here("export", tiny_checkpoint, tiny_engine)
     assert (status, stdout) == (1, "")

@@ -26,7 +26,8 @@ _DTYPES = {
     "bf16": "bfloat16",
 }
 _MAX_LAYERS = 1024
-_MAX_POSITIONS = 1 << 22
+MAX_POSITIONS = 1 << 22
+"""Most positions that a RoPE table is made for, whatever a config.json says."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,14 +100,14 @@ class ModelConfig:
         num_layers = fields.integer("num_hidden_layers", high=_MAX_LAYERS)
         hidden_size = fields.integer("hidden_size", high=1 << 20)
         num_heads, num_kv_heads, head_dim = _heads(fields, family, hidden_size)
-        positions = fields.integer("max_position_embeddings", family.default_positions, high=_MAX_POSITIONS)
+        positions = fields.integer("max_position_embeddings", family.default_positions, high=MAX_POSITIONS)
         attention_bias = fields.boolean("attention_bias", False)
         vocab_size = fields.integer("vocab_size", high=1 << 24)
         rope = RopeSpec.from_fields(fields, positions)
-        if rope.scaled_positions > _MAX_POSITIONS:
+        if rope.scaled_positions > MAX_POSITIONS:
             raise ConfigError(
                 f"{source}: RoPE scaling by {rope.factor:g} of {rope.original_max_positions} positions makes more than "
-                f"{_MAX_POSITIONS}; correct factor or original_max_position_embeddings"
+                f"{MAX_POSITIONS}; correct factor or original_max_position_embeddings"
             )
         return cls(
             architecture=family.architecture,

@@ -7,17 +7,18 @@ import errno
 import importlib
 import math
 import os
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from qwenrt.plugins import ConfigError
+from qwenrt.plugins import ConfigError, QwenrtWarning
 from qwenrt.plugins.schema import PAGED_ATTENTION
 from qwenrt.runtime.engine_dir import EngineDir, EngineManifest, Limits, ModelSpec, write_engine_dir
 
 from .checkpoint import expected_shapes, open_checkpoint
-from .config import ModelConfig
+from .config import MAX_POSITIONS, ModelConfig
 from .folder import plain_file
 from .hub import local_checkpoint
 from .json_fields import read_json_object
@@ -50,7 +51,8 @@ def export(
     """Write the engine folder `out` for a checkpoint, a folder or a hub id, and return it.
 
     weights: how matrices are stored, float32, float16 or bfloat16. kv_dtype: the KV cache's type, float32 (default) or float16.
-    block_size: tokens in a KV block. max_model_len: tokens in a sequence, by default all positions of the model. max_num_seqs and
+    block_size: tokens in a KV block. max_model_len: tokens in a sequence, by default all positions of the model; more of them
+    are a warning, for the model was not made for that, and with dynamic RoPE scaling they are how it is used. max_num_seqs and
     max_num_batched_tokens: sequences and tokens in a step. overwrite: replace an engine folder that is there. The folder appears
     when it is complete. Raises ConfigError, before anything is written where that can be known, naming what is wrong.
     """
@@ -122,12 +124,19 @@ def _integer(name: str, value: int, high: int, remedy: str = "") -> int:
 
 def _limits(config: ModelConfig, max_model_len: int | None, max_num_seqs: int, max_num_batched_tokens: int) -> Limits:
     positions = config.max_positions
-    length = positions if max_model_len is None else max_model_len
+    length = _integer("max_model_len", positions if max_model_len is None else max_model_len, MAX_POSITIONS)
+    if length > positions:
+        effect = "expect worse answers beyond them"
+        if config.rope.type == "dynamic":
+            effect = f"dynamic RoPE scaling now uses the frequencies of {length} tokens for shorter sequences too"
+        warnings.warn(
+            f"max_model_len is {length} and the model has {positions} positions; {effect}", QwenrtWarning, stacklevel=3
+        )
     tokens = _integer("max_num_batched_tokens", max_num_batched_tokens, _MAX_STEP)
     return Limits(
         max_num_seqs=_integer("max_num_seqs", max_num_seqs, tokens, " (max_num_batched_tokens)"),
         max_num_batched_tokens=tokens,
-        max_model_len=_integer("max_model_len", length, positions, ", the positions of the model"),
+        max_model_len=length,
     )
 
 

@@ -4,6 +4,7 @@ The formulas are those of Hugging Face transformers (`modeling_rope_utils`), eva
 plain RoPE     https://arxiv.org/abs/2104.09864
 YaRN           https://arxiv.org/abs/2309.00071, with its attention factor on both cos and sin
 linear         position interpolation, https://arxiv.org/abs/2306.15595
+dynamic        "NTK-aware" scaling of theta by the length of the sequence
 llama3         the frequency smoothing of Llama 3.1
 """
 
@@ -28,6 +29,7 @@ _TABLE_CHUNK = 4096
 _KEYS = {
     "default": frozenset[str](),
     "linear": frozenset({"factor"}),
+    "dynamic": frozenset({"factor"}),
     "yarn": frozenset({"factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}),
     "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor"}),
 }
@@ -81,6 +83,8 @@ class RopeSpec:
     @classmethod
     def _scaled(cls, fields: Fields, kind: str, theta: float, max_position_embeddings: int) -> RopeSpec:
         original = fields.integer("original_max_position_embeddings", max_position_embeddings)
+        if kind == "dynamic":
+            original = max_position_embeddings
         if kind == "yarn" and not fields.has("factor"):
             factor = max(1.0, max_position_embeddings / original)
         else:
@@ -107,8 +111,17 @@ class RopeSpec:
         """Positions that linear or YaRN scaling was made for, factor times the original ones; 0 for other kinds."""
         return int(self.factor * self.original_max_positions) if self.type in ("linear", "yarn") else 0
 
-    def inverse_frequencies(self, head_dim: int) -> npt.NDArray[np.float64]:
-        """Radians a position for each of the head_dim / 2 rotated pairs."""
+    def inverse_frequencies(self, head_dim: int, num_positions: int = 0) -> npt.NDArray[np.float64]:
+        """Radians a position for each of the head_dim / 2 rotated pairs, in sequences of up to `num_positions` tokens.
+
+        Only dynamic scaling depends on the length. transformers changes the frequencies of a sequence while it grows and leaves
+        its cached keys as they are; here they are those of the longest sequence, for every sequence: transformers' own where
+        nothing is longer than max_position_embeddings, and for a prompt of that longest length.
+        """
+        if self.type == "dynamic" and num_positions > self.original_max_positions:
+            stretch = self.factor * num_positions / self.original_max_positions - (self.factor - 1)
+            scaled = self.theta * stretch ** (head_dim / max(head_dim - 2, 1))
+            return dataclasses.replace(self, theta=scaled, type="default").inverse_frequencies(head_dim)
         plain = self.theta ** -(np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
         if self.type == "linear":
             return plain / self.factor
@@ -120,7 +133,7 @@ class RopeSpec:
 
     def table(self, num_positions: int, head_dim: int) -> npt.NDArray[np.float32]:
         """cos in the first head_dim / 2 columns and sin in the last, [num_positions, head_dim], attention factor included."""
-        frequencies = self.inverse_frequencies(head_dim)
+        frequencies = self.inverse_frequencies(head_dim, num_positions)
         result = np.empty((num_positions, head_dim), np.float32)
         for start in range(0, num_positions, _TABLE_CHUNK):
             rows = result[start : start + _TABLE_CHUNK]

@@ -1,4 +1,4 @@
-"""The roots of every error that qwenrt raises on purpose."""
+"""The roots of every error that qwenrt raises on purpose, and of its warnings."""
 
 
 class QwenrtError(ValueError):
@@ -15,3 +15,7 @@ class RequestError(QwenrtError):
 
 class DeviceError(QwenrtError):
     """A GPU, or the library that drives it, failed while it worked; what it held is lost and the engine must be loaded again."""
+
+
+class QwenrtWarning(UserWarning):
+    """What was asked for is done, and may not be what was wanted; one line that names the value and the consequence."""

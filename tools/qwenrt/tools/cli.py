@@ -10,15 +10,16 @@ import os
 import signal
 import sys
 import traceback
+import warnings
 from collections.abc import Sequence
 from importlib import import_module
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 import click
 
-from qwenrt.plugins import QwenrtError
+from qwenrt.plugins import QwenrtError, QwenrtWarning
 
-from .errors import print_error
+from .errors import print_error, print_warning
 from .signals import Stopped, catch_signals
 
 COMMANDS = {
@@ -85,7 +86,8 @@ def run(arguments: Sequence[str]) -> int:
     try:
         try:
             context = group.make_context("qwenrt", list(arguments))
-            with context:
+            with warnings.catch_warnings(), context:
+                _show_warnings()
                 group.invoke(context)
         finally:
             if sys.stdout is not None:  # None where the caller closed it
@@ -116,6 +118,27 @@ def main() -> NoReturn:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     sys.exit(run(sys.argv[1:]))
+
+
+def _show_warnings() -> None:
+    """Our warnings as one line, others as Python shows them."""
+    show = warnings.showwarning
+
+    def show_ours(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        if issubclass(category, QwenrtWarning):
+            print_warning(str(message))
+        else:
+            show(message, category, filename, lineno, file, line)
+
+    warnings.simplefilter("always", QwenrtWarning)
+    warnings.showwarning = show_ours
 
 
 def _explain(error: Exception) -> str:

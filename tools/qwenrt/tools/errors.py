@@ -1,4 +1,4 @@
-"""How the commands tell of a failure."""
+"""How the commands tell of a failure, and of what may become one."""
 
 from __future__ import annotations
 
@@ -7,8 +7,17 @@ import sys
 
 def print_error(message: str) -> None:
     """One line on stderr, whatever the message holds."""
+    _print("error", message)
+
+
+def print_warning(message: str) -> None:
+    """One line on stderr, whatever the message holds."""
+    _print("warning", message)
+
+
+def _print(kind: str, message: str) -> None:
     line = printable(" ".join(message.split()))
-    print(f"qwenrt: error: {line}", file=sys.stderr, flush=True)
+    print(f"qwenrt: {kind}: {line}", file=sys.stderr, flush=True)
 
 
 def printable(text: str) -> str:
