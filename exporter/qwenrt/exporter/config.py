@@ -12,7 +12,7 @@ from qwenrt.plugins import ConfigError
 
 from .families import Family, family_of
 from .folder import checked_folder, plain_file
-from .json_fields import Fields, read_json_object, shown
+from .json_fields import Fields, read_config, read_json_object, shown
 from .rope import RopeSpec
 
 _DTYPES = {
@@ -81,12 +81,11 @@ class ModelConfig:
     def from_dir(cls, folder: str | os.PathLike[str]) -> ModelConfig:
         """Read a checkpoint folder's config.json, generation_config.json and, for lack of an EOS there, tokenizer files."""
         path = checked_folder(folder)
-        file = plain_file(path, "config.json")
-        config = cls.from_dict(read_json_object(file), source=str(file))
+        fields = read_config(plain_file(path, "config.json"))
+        config = cls.from_dict(fields.values, source=fields.source)
         eos = None
         if os.path.lexists(path / "generation_config.json"):
-            generation = plain_file(path, "generation_config.json")
-            eos = _token_ids(Fields(read_json_object(generation), str(generation)), config.vocab_size)
+            eos = _token_ids(read_config(plain_file(path, "generation_config.json")), config.vocab_size)
         if eos is None and not config.eos_token_ids:
             eos = _tokenizer_eos(path, config.vocab_size)
         return config if eos is None else dataclasses.replace(config, eos_token_ids=eos)

@@ -29,6 +29,7 @@ Progress = Callable[[str, int, int], None]
 TARGETS = ("onnxruntime",)
 _MAX_BLOCK_SIZE = 1024
 _MAX_STEP = 1 << 20
+_MAX_ROPE_ELEMENTS = 1 << 28
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 _OPTIONAL_FILES = ("chat_template.jinja", "generation_config.json")
 _MAX_TEMPLATE_BYTES = 1 << 20
@@ -125,6 +126,10 @@ def _integer(name: str, value: int, high: int, remedy: str = "") -> int:
 def _limits(config: ModelConfig, max_model_len: int | None, max_num_seqs: int, max_num_batched_tokens: int) -> Limits:
     positions = config.max_positions
     length = _integer("max_model_len", positions if max_model_len is None else max_model_len, MAX_POSITIONS)
+    if length * config.head_dim > _MAX_ROPE_ELEMENTS:
+        raise ConfigError(
+            f"max_model_len is {length}, must be at most {_MAX_ROPE_ELEMENTS // config.head_dim} for a head_dim of {config.head_dim}"
+        )
     if length > positions:
         effect = "expect worse answers beyond them"
         if config.rope.type == "dynamic":

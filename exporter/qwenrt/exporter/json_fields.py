@@ -10,10 +10,17 @@ from typing import Any
 
 from qwenrt.plugins import ConfigError
 
-_MAX_BYTES = 64 << 20
+MAX_BYTES = 32 << 20
+"""Largest text that is parsed: an index of a quarter of a million tensors. Python objects made of it take at most 26 times as much."""
+_MAX_CONFIG_BYTES = 1 << 20
 
 
-def read_json_object(path: Path, *, max_bytes: int = _MAX_BYTES) -> dict[str, Any]:
+def read_config(path: Path) -> Fields:
+    """The fields of a configuration file, which is at most 1 MiB long."""
+    return Fields(read_json_object(path, max_bytes=_MAX_CONFIG_BYTES), str(path))
+
+
+def read_json_object(path: Path, *, max_bytes: int = MAX_BYTES) -> dict[str, Any]:
     """The object in a JSON file; raises ConfigError if it cannot be read, is too large, no JSON, or no object."""
     try:
         size = path.stat().st_size

@@ -16,10 +16,7 @@ import numpy.typing as npt
 
 from qwenrt.plugins import ConfigError
 
-from .json_fields import parse_json_object, shown
-
-_MAX_HEADER_BYTES = 100_000_000
-"""The bound of the safetensors library itself."""
+from .json_fields import MAX_BYTES, parse_json_object, shown
 
 _ITEM_SIZES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1,
@@ -72,7 +69,9 @@ class SafetensorsFile:
 
 def _read_header(prefix: bytes, read: Any, path: Path, size: int) -> dict[str, TensorInfo]:
     length = int.from_bytes(prefix, "little")
-    if len(prefix) < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
+    if len(prefix) == 8 and MAX_BYTES < length <= size - 8:
+        raise ConfigError(f"{path} names a header of {length} bytes, at most {MAX_BYTES} are read; download it again")
+    if len(prefix) < 8 or length > size - 8:
         raise ConfigError(
             f"{path} is truncated or no safetensors file: it has {size} bytes and names a header of {length}; "
             "download it again"
