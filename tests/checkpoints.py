@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,11 +55,16 @@ def write_checkpoint(path: Path, seed: int = 0, shards: int = 1, family: str = "
 
 
 def random_weights(config: PreTrainedConfig, seed: int) -> dict[str, torch.Tensor]:
-    """A state dict for `config`, float32; without `lm_head.weight` where it is tied, as transformers saves it."""
+    """What a checkpoint of `config` holds, float32, by the names that published ones have.
+
+    Without `lm_head.weight` where it is tied; experts one by one, where transformers' modules have them stacked.
+    """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     config.architectures = [type(model).__name__]
-    shapes = {name: value.shape for name, value in model.state_dict().items()}
+    shapes: dict[str, Sequence[int]] = {}
+    for name, value in model.state_dict().items():
+        shapes |= _of_experts(name, value.shape) if ".experts." in name else {name: value.shape}
     if config.tie_word_embeddings:
         del shapes["lm_head.weight"]
     generator = torch.Generator().manual_seed(seed)
@@ -70,6 +76,14 @@ def random_weights(config: PreTrainedConfig, seed: int) -> dict[str, torch.Tenso
             scale = 1 / math.sqrt(shape[1]) if len(shape) == 2 else 0.5
             weights[name] = torch.randn(shape, generator=generator) * scale
     return weights
+
+
+def _of_experts(name: str, shape: Sequence[int]) -> dict[str, Sequence[int]]:
+    """Names and shapes of the matrices of each expert that a stack [experts, rows, columns] is made of."""
+    prefix, kind = name.rsplit(".", 1)
+    parts = kind.removesuffix("_proj").split("_")
+    rows = shape[1] // len(parts)
+    return {f"{prefix}.{expert}.{part}_proj.weight": (rows, shape[2]) for expert in range(shape[0]) for part in parts}
 
 
 def write_weights(path: Path, weights: dict[str, torch.Tensor], shards: int = 1) -> None:

@@ -56,6 +56,20 @@ int qwenrt_linear(const QwenrtLinear* op, int threads, char* error, size_t error
   return guarded(run, error, error_size);
 }
 
+int qwenrt_mixture_of_experts(const QwenrtMixtureOfExperts* op, int threads, char* error, size_t error_size) {
+  const auto run = [&] {
+    check_size("tokens", op->tokens);
+    check_size("hidden", op->hidden);
+    check_size("inner", op->inner);
+    check_size("num_experts", op->num_experts);
+    qwenrt::run_mixture_of_experts({op->x, op->router_logits, op->gate_up, op->down, op->y, op->tokens, op->hidden, op->inner,
+                                    op->num_experts, op->top_k, op->norm_topk_prob != 0,
+                                    static_cast<qwenrt::ElementType>(op->weight_type)},
+                                   qwenrt::thread_pool(threads));
+  };
+  return guarded(run, error, error_size);
+}
+
 const char* qwenrt_isa(void) { return qwenrt::isa().name; }
 
 int qwenrt_set_isa(const char* name) { return qwenrt::select_isa(name) ? 0 : 1; }

@@ -50,16 +50,33 @@ struct QwenrtLinear {
   int32_t weight_type; /* any of QwenrtElementType */
 };
 
+/* MixtureOfExperts as qwenrt/plugins/schema.py specifies it. */
+struct QwenrtMixtureOfExperts {
+  const float* x;             /* [tokens, hidden] */
+  const float* router_logits; /* [tokens, num_experts] */
+  const void* gate_up;        /* [num_experts * 2 * inner, hidden] */
+  const void* down;           /* [num_experts * hidden, inner] */
+  float* y;                   /* out: [tokens, hidden] */
+  int64_t tokens;
+  int64_t hidden;
+  int64_t inner;
+  int64_t num_experts;
+  int64_t top_k;
+  int32_t norm_topk_prob;
+  int32_t weight_type; /* any of QwenrtElementType, of both matrices */
+};
+
 #if defined(__GNUC__)
 #define QWENRT_API __attribute__((visibility("default")))
 #else
 #define QWENRT_API
 #endif
 
-/* Both return 0, or 1 with a line of text in error[0 : error_size] that names the input and the value; then nothing was
+/* They return 0, or 1 with a line of text in error[0 : error_size] that names the input and the value; then nothing was
    written. `threads` threads take part, the caller's among them; 0: one per core. */
 QWENRT_API int qwenrt_paged_attention(const struct QwenrtPagedAttention* op, int threads, char* error, size_t error_size);
 QWENRT_API int qwenrt_linear(const struct QwenrtLinear* op, int threads, char* error, size_t error_size);
+QWENRT_API int qwenrt_mixture_of_experts(const struct QwenrtMixtureOfExperts* op, int threads, char* error, size_t error_size);
 
 /* The instruction set in use: "portable", "avx2" or "avx512"; the best that the machine has unless set. Setting one that it
    lacks or an unknown name returns 1 and changes nothing; null restores the best. Not while an op runs. */

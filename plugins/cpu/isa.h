@@ -15,6 +15,9 @@ struct Isa {
   // y for weight rows [first, last) and all rows of x.
   void (*linear_columns)(const Linear& op, int64_t first, int64_t last);
 
+  // out = silu(gate) * up.
+  void (*swiglu)(const float* gate, const float* up, float* out, int64_t count);
+
   // RMSNorm and rotation of one token's q, times scale, to its row of attn, and of its k; k and v to the pool.
   void (*prepare_token)(const PagedAttention& op, int64_t seq, int64_t token);
 

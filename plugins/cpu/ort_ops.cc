@@ -222,6 +222,35 @@ class LinearKernel {
   ElementType weight_type_;
 };
 
+class MixtureOfExpertsKernel {
+ public:
+  MixtureOfExpertsKernel(const OrtKernelInfo* info, ElementType weight_type)
+      : top_k_(integer_attribute(info, qwenrt::ops::mixture_of_experts::kTopKAttribute)),
+        norm_topk_prob_(integer_attribute(info, qwenrt::ops::mixture_of_experts::kNormTopkProbAttribute) != 0),
+        weight_type_(weight_type) {}
+
+  void compute(OrtKernelContext* context) const {
+    using namespace qwenrt::ops::mixture_of_experts;
+    std::vector<Tensor> in;
+    for (size_t i = 0; i < kNumInputs; ++i) in.push_back(input(context, i, kInputNames[i]));
+    for (const Tensor& tensor : in) tensor.expect_rank(2);
+    const int64_t tokens = in[kX].shape[0], hidden = in[kX].shape[1], experts = in[kRouterLogits].shape[1];
+    const int64_t inner = in[kDown].shape[1];
+    in[kRouterLogits].expect_shape({tokens, experts});
+    in[kGateUp].expect_shape({experts * 2 * inner, hidden});
+    in[kDown].expect_shape({experts * hidden, inner});
+    float* y = static_cast<float*>(output(context, kY, {tokens, hidden}));
+    qwenrt::run_mixture_of_experts({in[kX].as<float>(), in[kRouterLogits].as<float>(), in[kGateUp].data, in[kDown].data, y,
+                                    tokens, hidden, inner, experts, top_k_, norm_topk_prob_, weight_type_},
+                                   threads_of(context));
+  }
+
+ private:
+  int64_t top_k_;
+  bool norm_topk_prob_;
+  ElementType weight_type_;
+};
+
 // What ONNX Runtime asks about an op. It passes a pointer to the OrtCustomOp, which is the first part of this.
 struct CustomOp : OrtCustomOp {
   using Types = std::vector<ONNXTensorElementDataType>;
@@ -283,6 +312,12 @@ std::vector<CustomOp> make_ops() {
     using namespace qwenrt::ops::linear;
     const auto weight = static_cast<ONNXTensorElementDataType>(type);
     ops.push_back(custom_op<LinearKernel>(kName, kVersion, {kFloat, weight, kFloat}, kBias, {kFloat}, type));
+  }
+  for (const ElementType type : {ElementType::kFloat32, ElementType::kFloat16, ElementType::kBFloat16}) {
+    using namespace qwenrt::ops::mixture_of_experts;
+    const auto weight = static_cast<ONNXTensorElementDataType>(type);
+    ops.push_back(
+        custom_op<MixtureOfExpertsKernel>(kName, kVersion, {kFloat, kFloat, weight, weight}, kNumInputs, {kFloat}, type));
   }
   return ops;
 }

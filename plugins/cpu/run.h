@@ -1,4 +1,4 @@
-// The two ops: what they demand of their inputs, and how their work is divided.
+// The ops: what they demand of their inputs, and how their work is divided.
 #pragma once
 
 #include <cstdint>
@@ -6,6 +6,7 @@
 #include <stdexcept>
 
 #include "attention.h"
+#include "experts.h"
 #include "linear.h"
 
 namespace qwenrt {
@@ -27,5 +28,6 @@ void check_attributes(const PagedAttention& op);
 // Throw InvalidArgument before anything is written. The sizes in `op` must be the true sizes of its tensors.
 void run_paged_attention(const PagedAttention& op, const Parallel& parallel);
 void run_linear(const Linear& op, const Parallel& parallel);
+void run_mixture_of_experts(const MixtureOfExperts& op, const Parallel& parallel);
 
 }  // namespace qwenrt

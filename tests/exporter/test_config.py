@@ -104,6 +104,52 @@ def test_defaults_of_the_other_families_are_those_of_transformers(family: str, t
     assert found.head_dim == 64 // 32
 
 
+MOE: dict[str, Any] = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "layers"),
+    [
+        ({}, (True, True, True, True)),
+        ({"mlp_only_layers": [1, 3]}, (True, False, True, False)),
+        ({"mlp_only_layers": None, "decoder_sparse_step": 2}, (False, True, False, True)),
+        ({"mlp_only_layers": [3, 99, -1], "decoder_sparse_step": 2}, (False, True, False, False)),
+    ],
+    ids=str,
+)
+def test_layers_with_experts(fields: dict[str, Any], layers: tuple[bool, ...]) -> None:
+    experts = parse(**MOE, **fields).experts
+    assert experts is not None
+    assert experts.layers == layers
+
+
+@pytest.mark.parametrize(
+    "fields", [{"num_experts": 0}, {"decoder_sparse_step": 5}, {"mlp_only_layers": [0, 1, 2, 3]}], ids=str
+)
+def test_no_layer_has_experts(fields: dict[str, Any]) -> None:
+    assert parse(**MOE, **fields).experts is None
+
+
+def test_defaults_of_experts_are_those_of_transformers(tmp_path: Path) -> None:
+    absent = ("num_key_value_heads", "head_dim", "architectures")
+    values = {k: v for k, v in MINIMAL.items() if k not in absent} | {"model_type": "qwen3_moe"}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    expected, found = AutoConfig.from_pretrained(tmp_path), ModelConfig.from_dict(values)
+    assert found.experts is not None
+    assert (found.experts.num_experts, found.experts.top_k) == (expected.num_experts, expected.num_experts_per_tok)
+    assert found.experts.intermediate_size == expected.moe_intermediate_size
+    assert found.experts.norm_topk_prob == expected.norm_topk_prob
+    assert found.num_kv_heads == expected.num_key_value_heads
+    assert found.head_dim == 16
+
+
+@pytest.mark.parametrize("name", ["num_experts", "num_local_experts"])
+def test_the_number_of_experts_has_two_names(name: str) -> None:
+    experts = parse(**MOE, **{name: 16}).experts
+    assert experts is not None
+    assert experts.num_experts == 16
+
+
 @pytest.mark.parametrize(
     ("changes", "biases"),
     [
@@ -183,7 +229,7 @@ def test_dtype_spellings(fields: dict[str, Any], expected: str | None) -> None:
     [
         (
             {"architectures": ["MistralForCausalLM"]},
-            '"MistralForCausalLM" is not supported; supported are Qwen3ForCausalLM, Qwen2ForCausalLM, LlamaForCausalLM',
+            '"MistralForCausalLM" is not supported; supported are Qwen3ForCausalLM, Qwen3MoeForCausalLM, Qwen2For',
         ),
         ({"architectures": DROP, "model_type": "gemma"}, 'model_type is "gemma"; supported are Qwen3ForCausalLM'),
         ({"architectures": DROP, "model_type": DROP}, "no architectures, and model_type is null"),
@@ -206,6 +252,18 @@ def test_dtype_spellings(fields: dict[str, Any], expected: str | None) -> None:
         ({"num_attention_heads": 3}, "num_attention_heads is 3, must be a multiple of num_key_value_heads .2."),
         ({"head_dim": 33}, "head_dim is 33, must be even"),
         ({"head_dim": 0}, "head_dim is 0"),
+        (
+            {**MOE, "num_experts_per_tok": 9, "num_experts": 8},
+            "num_experts_per_tok is 9, must be an integer from 1 to 8",
+        ),
+        ({**MOE, "num_experts_per_tok": 0}, "num_experts_per_tok is 0"),
+        ({**MOE, "num_experts": 2**20}, "num_experts is 1048576"),
+        ({**MOE, "num_experts": 20000}, "num_experts is 20000 in 4 layers, at most 65536 experts in all layers"),
+        ({**MOE, "mlp_only_layers": 3}, "mlp_only_layers is 3, must be a list of layer numbers"),
+        ({**MOE, "mlp_only_layers": [1.0]}, "mlp_only_layers is a list"),
+        ({**MOE, "decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
+        ({**MOE, "moe_intermediate_size": -1}, "moe_intermediate_size is -1"),
+        ({**MOE, "norm_topk_prob": 1}, "norm_topk_prob is 1, must be true or false"),
         (
             {**LLAMA, "head_dim": DROP, "hidden_size": 66},
             "hidden_size is 66, must be a multiple of num_attention_heads",

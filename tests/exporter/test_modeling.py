@@ -43,6 +43,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "rope_theta": 1e4,
         },
     },
+    "experts": {
+        "family": "qwen3_moe",
+        "moe_intermediate_size": 32,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [2],
+    },
     "windows": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2},
 }
 

@@ -158,6 +158,33 @@ void linear(int32_t weight_type) {
     if (!std::isfinite(y[i])) fail("y is not finite", "");
 }
 
+template <class Weight>
+void mixture_of_experts(int32_t weight_type) {
+  const int64_t tokens = chance(10) ? pick(1000, 1100) : pick(0, 40), hidden = pick(0, 70), inner = pick(0, 70);
+  const int64_t experts = pick(1, 9);
+  Buffer<float> x(tokens * hidden), router(tokens * experts), y(tokens * hidden);
+  Buffer<Weight> gate_up(experts * 2 * inner * hidden), down(experts * hidden * inner);
+  fill(x), fill(router);
+  for (Buffer<Weight>* buffer : {&gate_up, &down})
+    for (int64_t i = 0; i < buffer->count; ++i) (*buffer)[i] = static_cast<Weight>(pick(0, 3));
+  const bool valid = chance(80);
+  if (!valid && router.count > 0) {
+    const float values[] = {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity(), -1e38f};
+    for (int64_t i = pick(1, 3); i > 0; --i) router[pick(0, router.count - 1)] = values[pick(0, 2)];
+  }
+  const int64_t top_k = valid || chance(50) ? pick(1, experts) : pick(-2, 2) * (experts + 1);
+  const QwenrtMixtureOfExperts op{x.data.get(), router.data.get(), gate_up.data.get(), down.data.get(), y.data.get(), tokens,
+                                  hidden,       inner,             experts,            top_k,           chance(50),   weight_type};
+  char error[100];
+  if (qwenrt_mixture_of_experts(&op, static_cast<int>(pick(1, 4)), error, sizeof error) != 0) {
+    if (top_k >= 1 && top_k <= experts) fail("MixtureOfExperts was refused", error);
+    return;
+  }
+  if (top_k < 1 || top_k > experts) fail("MixtureOfExperts took", "a wrong top_k");
+  for (int64_t i = 0; i < y.count; ++i)
+    if (valid && !std::isfinite(y[i])) fail("y is not finite", "");
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -174,6 +201,8 @@ int main(int argc, char** argv) {
       case 1:
         linear<float>(QWENRT_FLOAT32);
         linear<uint16_t>(chance(50) ? QWENRT_FLOAT16 : QWENRT_BFLOAT16);
+        mixture_of_experts<float>(QWENRT_FLOAT32);
+        mixture_of_experts<uint16_t>(chance(50) ? QWENRT_FLOAT16 : QWENRT_BFLOAT16);
         break;
       default:
         paged_attention<float>(QWENRT_FLOAT32, std::numeric_limits<float>::quiet_NaN(), refused);

@@ -17,7 +17,7 @@ from onnx import TensorProto, helper
 
 from qwenrt.plugins import reference
 from qwenrt.plugins.library import cpu_library
-from qwenrt.plugins.schema import DOMAIN, LINEAR, PAGED_ATTENTION
+from qwenrt.plugins.schema import DOMAIN, LINEAR, OPS
 
 Array = npt.NDArray[Any]
 ONNX_TYPES = {
@@ -123,7 +123,7 @@ def by_reference(call: Call) -> tuple[Array, Array]:
 @functools.cache
 def session(op: str, types: tuple[int, ...], attributes: tuple[tuple[str, Any], ...]) -> ort.InferenceSession:
     """A model of one node."""
-    spec = {"PagedAttention": PAGED_ATTENTION, "Linear": LINEAR}[op]
+    spec = next(spec for spec in OPS if spec.name == op)
     given = spec.inputs[: len(types)]
     out_types = {value.type: type_ for value, type_ in zip(given, types, strict=True)}
     node = helper.make_node(
@@ -247,12 +247,15 @@ def by_c(call: Call, threads: int = 1) -> tuple[Array, Array]:
 
 def run_linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
     """Linear as a node in ONNX Runtime."""
-    arrays = [x, weight] if bias is None else [x, weight, bias]
-    types = tuple(ONNX_TYPES[array.dtype] for array in arrays)
-    node = session("Linear", types, ())
     names = [value.name for value in LINEAR.inputs]
+    return run_node("Linear", dict(zip(names, [x, weight] if bias is None else [x, weight, bias], strict=False)))
+
+
+def run_node(op: str, tensors: dict[str, Array], **attributes: Any) -> Array:
+    """An op with one output as a node in ONNX Runtime."""
+    node = session(op, tuple(ONNX_TYPES[array.dtype] for array in tensors.values()), tuple(attributes.items()))
     binding = node.io_binding()
-    for name, array in zip(names, arrays, strict=False):
+    for name, array in tensors.items():
         if array.dtype == ml_dtypes.bfloat16:
             value = ort.OrtValue.ortvalue_from_numpy_with_onnx_type(array.view(np.uint16), TensorProto.BFLOAT16)
         else:

@@ -18,6 +18,13 @@ from tests.oracle import Oracle
 NUM_NEW = 64
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_NEW, ignore_eos=True)
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 1e6}
+MOE: dict[str, Any] = {
+    "family": "qwen3_moe",
+    "moe_intermediate_size": 32,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"family": "qwen2"},
     "qwen2-untied-windows": {
@@ -25,10 +32,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
         "use_sliding_window": True,
         "sliding_window": 7,
-        "max_window_layers": 2,
+        "max_window_layers": 1,
     },
     "llama": {"family": "llama", "num_key_value_heads": 4, "tie_word_embeddings": False},
     "llama-biases": {"family": "llama", "attention_bias": True, "mlp_bias": True, "rope_theta": 1e4},
+    "moe": MOE,
+    "moe-shares-of-all": {**MOE, "norm_topk_prob": False, "tie_word_embeddings": False},
+    "moe-plain-layers": {**MOE, "mlp_only_layers": [1], "attention_bias": True},
+    "moe-every-second-layer": {**MOE, "decoder_sparse_step": 2, "num_experts_per_tok": 1},
+    "moe-128-experts": {**MOE, "num_experts": 128, "num_experts_per_tok": 8},
+    "moe-windows": {**MOE, "use_sliding_window": True, "sliding_window": 6},
     "qwen3-yarn": {"family": "qwen3", "rope_parameters": YARN, "max_position_embeddings": 32},
     "llama3": {
         "family": "llama",
@@ -62,7 +75,9 @@ def check_tokens(checkpoint: Path, engine: Path, **options: Any) -> None:
 
 def test_a_prompt_as_long_as_dynamic_scaling_was_exported_for(tmp_path: Path) -> None:
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
-    checkpoint = write_checkpoint(tmp_path / "checkpoint", max_position_embeddings=32, rope_parameters=rope)
+    checkpoint = write_checkpoint(
+        tmp_path / "checkpoint", num_hidden_layers=2, max_position_embeddings=32, rope_parameters=rope
+    )
     prompt = np.random.default_rng(0).integers(0, 320, 63).tolist()
     with pytest.warns(QwenrtWarning, match="dynamic"):
         export(checkpoint, tmp_path / "engine", max_model_len=64)
@@ -72,20 +87,23 @@ def test_a_prompt_as_long_as_dynamic_scaling_was_exported_for(tmp_path: Path) ->
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_greedy_tokens_equal_transformers(name: str, tmp_path: Path) -> None:
-    checkpoint = write_checkpoint(tmp_path / "checkpoint", seed=3, **FAMILIES[name])
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", seed=3, num_hidden_layers=2, **FAMILIES[name])
     check_tokens(checkpoint, tmp_path / "engine")
 
 
-def test_the_torch_backend_runs_a_graph_without_q_and_k_norms(tmp_path: Path) -> None:
-    export(write_checkpoint(tmp_path / "checkpoint", family="qwen2"), tmp_path / "engine")
-    batch = prompts(320)
-    answers = [LLM(tmp_path / "engine", backend=name).generate(batch, GREEDY) for name in ("onnxruntime", "torch")]
-    ours, theirs = ([output.outputs[0].token_ids for output in outputs] for outputs in answers)
+@pytest.mark.parametrize("name", ["qwen2", "moe"])
+def test_the_torch_backend_gives_the_same_tokens(name: str, tmp_path: Path) -> None:
+    export(write_checkpoint(tmp_path / "checkpoint", num_hidden_layers=2, **FAMILIES[name]), tmp_path / "engine")
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    answers = [
+        LLM(tmp_path / "engine", backend=b).generate([prompts(320)[1]], params) for b in ("onnxruntime", "torch")
+    ]
+    ours, theirs = (output.outputs[0].token_ids for [output] in answers)
     assert ours == theirs
 
 
 def test_a_config_as_tinyllama_has_it_needs_no_head_dim(tmp_path: Path) -> None:
-    checkpoint = write_checkpoint(tmp_path / "checkpoint", family="llama", head_dim=16)
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", num_hidden_layers=2, family="llama", head_dim=16)
     path = checkpoint / "config.json"
     config = json.loads(path.read_text())
     theta = config.pop("rope_parameters")["rope_theta"]

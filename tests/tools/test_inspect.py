@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from qwenrt.runtime import EngineDir
+from tests.checkpoints import write_checkpoint
 
 from .command import qwenrt
 
@@ -54,6 +55,18 @@ def test_a_checkpoint_is_described_without_torch(tiny_checkpoint: Path, tiny_eng
     assert described["eos_token_ids"] == exported["eos_token_ids"]
     weights = sum(path.stat().st_size for path in tiny_checkpoint.glob("*.safetensors"))
     assert 0 < weights - sum(described["dtypes"].values()) < 16384
+
+
+def test_experts_are_counted(tmp_path: Path) -> None:
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "mlp_only_layers": [0]}
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", family="qwen3_moe", **experts)
+    model = report(checkpoint)["model"]
+    one = 3 * 64 * 32
+    assert model["num_parameters"] - model["num_active_parameters"] == 3 * 6 * one
+    status, stdout, _ = qwenrt("inspect", checkpoint)
+    assert status == 0
+    assert "8, 2 for each token, of intermediate size 32" in stdout
+    assert f"{model['num_active_parameters']:,} of them for each token" in stdout
 
 
 @pytest.mark.parametrize("kind", ["engine", "checkpoint"])

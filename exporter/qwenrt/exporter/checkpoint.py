@@ -104,21 +104,25 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor that a checkpoint of `config` must hold, as transformers names them."""
     hidden, inner = config.hidden_size, config.intermediate_size
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
-    projections = {
+    attention = {
         "self_attn.q_proj": (config.q_size, hidden, config.attention_bias),
         "self_attn.k_proj": (config.kv_size, hidden, config.attention_bias),
         "self_attn.v_proj": (config.kv_size, hidden, config.attention_bias),
         "self_attn.o_proj": (hidden, config.q_size, config.output_bias),
-        "mlp.gate_proj": (inner, hidden, config.mlp_bias),
-        "mlp.up_proj": (inner, hidden, config.mlp_bias),
-        "mlp.down_proj": (hidden, inner, config.mlp_bias),
     }
+    plain_mlp = _swiglu("mlp.", hidden, inner, config.mlp_bias)
+    experts, mixture = config.experts, dict[str, tuple[int, int, bool]]()
+    if experts:
+        mixture["mlp.gate"] = (experts.num_experts, hidden, False)
+        for expert in range(experts.num_experts):
+            mixture |= _swiglu(f"mlp.experts.{expert}.", hidden, experts.intermediate_size, False)
     norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
     if config.qk_norm:
         norms |= {"self_attn.q_norm": config.head_dim, "self_attn.k_norm": config.head_dim}
     for layer in range(config.num_layers):
         prefix = f"model.layers.{layer}."
-        for name, (rows, columns, bias) in projections.items():
+        mlp = mixture if experts and experts.layers[layer] else plain_mlp
+        for name, (rows, columns, bias) in (attention | mlp).items():
             shapes[f"{prefix}{name}.weight"] = (rows, columns)
             if bias:
                 shapes[f"{prefix}{name}.bias"] = (rows,)
@@ -128,6 +132,15 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     if not config.tie_word_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, hidden)
     return shapes
+
+
+def _swiglu(prefix: str, hidden: int, inner: int, bias: bool) -> dict[str, tuple[int, int, bool]]:
+    """Rows, columns and whether there is a bias, for the projections of an MLP."""
+    return {
+        prefix + "gate_proj": (inner, hidden, bias),
+        prefix + "up_proj": (inner, hidden, bias),
+        prefix + "down_proj": (hidden, inner, bias),
+    }
 
 
 def _canonical_names(folder: Path, names: Iterable[str]) -> dict[str, str]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from qwenrt.plugins import ConfigError
 
+from .experts import ExpertsSpec
 from .families import Family, family_of
 from .folder import checked_folder, plain_file
 from .json_fields import Fields, read_config, read_json_object, shown
@@ -35,10 +36,10 @@ class ModelConfig:
     """A decoder of one of the supported families; sizes are in elements.
 
     `attention_bias`, `output_bias` and `mlp_bias` tell whether q, k and v, whether o, and whether the MLP's projections have
-    biases, `qk_norm` whether heads of q and k are normalised. `sliding_windows` has one entry a layer: the number of positions
-    that a token attends to, itself included, or -1 for all. `head_dim_is_default` tells that config.json names none. `dtype` is
-    what config.json says its weights are, or None; the weights' own headers decide. `eos_token_ids` come from
-    generation_config.json, else config.json, else the tokenizer.
+    biases, `qk_norm` whether heads of q and k are normalised; `experts` is None where no layer has any. `sliding_windows` has
+    one entry a layer: the number of positions that a token attends to, itself included, or -1 for all. `head_dim_is_default`
+    tells that config.json names none. `dtype` is what config.json says its weights are, or None; the weights' own headers
+    decide. `eos_token_ids` come from generation_config.json, else config.json, else the tokenizer.
     """
 
     architecture: str
@@ -58,6 +59,7 @@ class ModelConfig:
     output_bias: bool
     mlp_bias: bool
     qk_norm: bool
+    experts: ExpertsSpec | None
     sliding_windows: tuple[int, ...]
     dtype: str | None
     eos_token_ids: tuple[int, ...]
@@ -126,7 +128,8 @@ class ModelConfig:
             output_bias=attention_bias if family.qkv_bias is None else False,
             mlp_bias=family.mlp_bias and fields.boolean("mlp_bias", False),
             qk_norm=family.qk_norm,
-            sliding_windows=_sliding_windows(fields, num_layers) if family.sliding_window else (-1,) * num_layers,
+            experts=ExpertsSpec.from_fields(fields, num_layers) if family.experts else None,
+            sliding_windows=_sliding_windows(fields, family, num_layers),
             dtype=_dtype(fields),
             eos_token_ids=_token_ids(fields, vocab_size) or (),
         )
@@ -169,12 +172,16 @@ def _refuse_unsupported(fields: Fields) -> None:
     fields.choice("hidden_act", ("silu",), "silu")
 
 
-def _sliding_windows(fields: Fields, num_layers: int) -> tuple[int, ...]:
+def _sliding_windows(fields: Fields, family: Family, num_layers: int) -> tuple[int, ...]:
+    if family.sliding_window == "no layer":
+        return (-1,) * num_layers
     window = -1
     if fields.boolean("use_sliding_window", False) and not (
         "sliding_window" in fields.values and fields.values["sliding_window"] is None
     ):
         window = fields.integer("sliding_window", 4096)
+    if family.sliding_window == "all layers":
+        return (window,) * num_layers
     types = fields.values.get("layer_types")
     if types is None:
         first = fields.integer("max_window_layers", 28, low=0) if window > 0 else num_layers

@@ -73,7 +73,7 @@ def export(
     manifest = EngineManifest(
         producer=_producer(),
         target=target,
-        model=_model_spec(config),
+        model=model_spec(config),
         dtype=lowering.COMPUTE_DTYPE,
         weights=weights,
         kv_dtype=kv_dtype,
@@ -126,10 +126,9 @@ def _integer(name: str, value: int, high: int, remedy: str = "") -> int:
 def _limits(config: ModelConfig, max_model_len: int | None, max_num_seqs: int, max_num_batched_tokens: int) -> Limits:
     positions = config.max_positions
     length = _integer("max_model_len", positions if max_model_len is None else max_model_len, MAX_POSITIONS)
-    if length * config.head_dim > _MAX_ROPE_ELEMENTS:
-        raise ConfigError(
-            f"max_model_len is {length}, must be at most {_MAX_ROPE_ELEMENTS // config.head_dim} for a head_dim of {config.head_dim}"
-        )
+    most = _MAX_ROPE_ELEMENTS // config.head_dim
+    if length > most:
+        raise ConfigError(f"max_model_len is {length}, must be at most {most} for a head_dim of {config.head_dim}")
     if length > positions:
         effect = "expect worse answers beyond them"
         if config.rope.type == "dynamic":
@@ -145,11 +144,16 @@ def _limits(config: ModelConfig, max_model_len: int | None, max_num_seqs: int, m
     )
 
 
-def _model_spec(config: ModelConfig) -> ModelSpec:
+def model_spec(config: ModelConfig) -> ModelSpec:
+    """What an engine's manifest says of the decoder."""
+    experts, hidden = config.experts, config.hidden_size
+    parameters, idle = sum(map(math.prod, expected_shapes(config).values())), 0
+    if experts:
+        idle = sum(experts.layers) * (experts.num_experts - experts.top_k) * 3 * hidden * experts.intermediate_size
     return ModelSpec(
         architecture=config.architecture,
         num_layers=config.num_layers,
-        hidden_size=config.hidden_size,
+        hidden_size=hidden,
         intermediate_size=config.intermediate_size,
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
@@ -161,7 +165,11 @@ def _model_spec(config: ModelConfig) -> ModelSpec:
         rms_norm_eps=config.rms_norm_eps,
         tie_word_embeddings=config.tie_word_embeddings,
         attention_bias=config.attention_bias,
-        num_parameters=sum(map(math.prod, expected_shapes(config).values())),
+        num_experts=experts.num_experts if experts else 0,
+        num_experts_per_token=experts.top_k if experts else 0,
+        moe_intermediate_size=experts.intermediate_size if experts else 0,
+        num_parameters=parameters,
+        num_active_parameters=parameters - idle,
     )
 
 

@@ -6,6 +6,7 @@ Defaults are those of transformers' configuration classes, for fields that a con
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 from qwenrt.plugins import ConfigError
 
@@ -24,8 +25,10 @@ class Family:
     """Whether q, k and v have biases and o has none, whatever config.json says; None: `attention_bias` decides for all four."""
     mlp_bias: bool = False
     """Whether `mlp_bias` has a meaning."""
-    sliding_window: bool = True
-    """Whether `sliding_window` and its companions have a meaning."""
+    sliding_window: Literal["some layers", "all layers", "no layer"] = "some layers"
+    """Where `sliding_window` has a meaning; in some layers `max_window_layers` or `layer_types` says in which."""
+    experts: bool = False
+    """Whether MLPs are mixtures of experts."""
     default_head_dim: int | None = None
     """None: hidden_size / num_attention_heads."""
     default_kv_heads: int | None = None
@@ -37,12 +40,20 @@ FAMILIES = (
     Family(
         architecture="Qwen3ForCausalLM", model_type="qwen3", qk_norm=True, default_head_dim=128, default_kv_heads=32
     ),
+    Family(
+        architecture="Qwen3MoeForCausalLM",
+        model_type="qwen3_moe",
+        qk_norm=True,
+        sliding_window="all layers",
+        experts=True,
+        default_kv_heads=4,
+    ),
     Family(architecture="Qwen2ForCausalLM", model_type="qwen2", qkv_bias=True, default_kv_heads=32),
     Family(
         architecture="LlamaForCausalLM",
         model_type="llama",
         mlp_bias=True,
-        sliding_window=False,
+        sliding_window="no layer",
         default_positions=2048,
     ),
 )

@@ -11,7 +11,7 @@ from typing import Any
 from qwenrt.plugins import ConfigError
 
 MAX_BYTES = 32 << 20
-"""Largest text that is parsed: an index of a quarter of a million tensors. Python objects made of it take at most 26 times as much."""
+"""Largest text that is parsed: an index of a quarter of a million tensors. As Python objects it takes up to 26 times as much."""
 _MAX_CONFIG_BYTES = 1 << 20
 
 

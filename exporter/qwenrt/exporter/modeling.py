@@ -1,4 +1,4 @@
-"""Qwen3 in PyTorch over a flat batch of tokens, attention as one custom op on a paged KV cache.
+"""Qwen3 in PyTorch over a flat batch of tokens: attention is one custom op on a paged KV cache, a mixture of experts another.
 
 Qwen2 and Llama are the same decoder without the norms of q and k and with other biases, so these modules are theirs too. Their
 judges are transformers' Qwen3ForCausalLM and its siblings. What differs is the layout: tokens of all sequences lie back to back
@@ -15,9 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qwenrt.plugins import torch_op  # noqa: F401  (registers torch.ops.qwenrt)
+from qwenrt.plugins import torch_experts, torch_op  # noqa: F401  (they register torch.ops.qwenrt)
 
 from .config import ModelConfig
+from .experts import ExpertsSpec
 
 
 class Batch(NamedTuple):
@@ -96,6 +97,38 @@ class Qwen3MLP(nn.Module):
         return down
 
 
+class Qwen3Experts(nn.Module):
+    """The matrices of a layer's experts, one below the other; gate_up_proj has each expert's gate, then its up."""
+
+    def __init__(self, hidden: int, spec: ExpertsSpec) -> None:
+        super().__init__()
+        count, inner = spec.num_experts, spec.intermediate_size
+        self.gate_up_proj = nn.Parameter(torch.empty(count * 2 * inner, hidden))
+        self.down_proj = nn.Parameter(torch.empty(count * hidden, inner))
+
+
+class Qwen3SparseMoeBlock(nn.Module):
+    """A router, and the experts that it shares tokens out to."""
+
+    def __init__(self, config: ModelConfig, spec: ExpertsSpec) -> None:
+        super().__init__()
+        self.gate = nn.Linear(config.hidden_size, spec.num_experts, bias=False)
+        self.experts = Qwen3Experts(config.hidden_size, spec)
+        self.spec = spec
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, hidden] to [T, hidden]."""
+        y: Tensor = torch.ops.qwenrt.mixture_of_experts(
+            x,
+            self.gate(x),
+            self.experts.gate_up_proj,
+            self.experts.down_proj,
+            self.spec.top_k,
+            int(self.spec.norm_topk_prob),
+        )
+        return y
+
+
 class Qwen3DecoderLayer(nn.Module):
     """Pre-norm attention and MLP, each added to the residual."""
 
@@ -104,7 +137,8 @@ class Qwen3DecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = Qwen3Attention(config, layer, block_size)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = Qwen3MLP(config)
+        experts = config.experts if config.experts and config.experts.layers[layer] else None
+        self.mlp = Qwen3SparseMoeBlock(config, experts) if experts else Qwen3MLP(config)
 
     def forward(self, x: Tensor, rope: Tensor, batch: Batch, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
         """The residual stream [T, hidden] after this layer, and its cache."""
@@ -174,15 +208,26 @@ def parameter_sources(config: ModelConfig) -> dict[str, tuple[str, ...]]:
     None where a family has no norms of q and k: these parameters are empty.
     """
     sources: dict[str, tuple[str, ...]] = {"model.embed_tokens.weight": ("model.embed_tokens.weight",)}
-    merged = {
+    attention = {
         "self_attn.qkv_proj": (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), config.attention_bias),
         "self_attn.o_proj": (("self_attn.o_proj",), config.output_bias),
+    }
+    mlp = {
         "mlp.gate_up_proj": (("mlp.gate_proj", "mlp.up_proj"), config.mlp_bias),
         "mlp.down_proj": (("mlp.down_proj",), config.mlp_bias),
     }
+    spec = config.experts
     for layer in range(config.num_layers):
         prefix = f"model.layers.{layer}."
-        for name, (parts, bias) in merged.items():
+        sparse = spec is not None and spec.layers[layer]
+        if spec and sparse:
+            experts = [f"{prefix}mlp.experts.{expert}." for expert in range(spec.num_experts)]
+            sources[prefix + "mlp.gate.weight"] = (prefix + "mlp.gate.weight",)
+            sources[prefix + "mlp.experts.gate_up_proj"] = tuple(
+                f"{expert}{part}_proj.weight" for expert in experts for part in ("gate", "up")
+            )
+            sources[prefix + "mlp.experts.down_proj"] = tuple(f"{expert}down_proj.weight" for expert in experts)
+        for name, (parts, bias) in (attention if sparse else attention | mlp).items():
             for kind in ("weight", "bias") if bias else ("weight",):
                 sources[f"{prefix}{name}.{kind}"] = tuple(f"{prefix}{part}.{kind}" for part in parts)
         for name in ("input_layernorm", "post_attention_layernorm"):

@@ -11,7 +11,7 @@ import logging
 import re
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import onnx_ir as ir
@@ -20,7 +20,7 @@ from onnxscript import values
 from onnxscript.onnx_opset import opset23
 from torch.export import Dim
 
-from qwenrt.plugins.schema import DOMAIN, PAGED_ATTENTION, register_onnx_schemas
+from qwenrt.plugins.schema import DOMAIN, MIXTURE_OF_EXPERTS, PAGED_ATTENTION, OpSpec, register_onnx_schemas
 
 from .config import ModelConfig
 from .modeling import Qwen3ForCausalLM
@@ -49,7 +49,8 @@ def trace(config: ModelConfig, *, opset: int, block_size: int, max_model_len: in
             input_names=[*INDEX_INPUTS, *(f"kv_cache.{layer}" for layer in layers)],
             output_names=["logits", *(f"kv_cache_out.{layer}" for layer in layers)],
             custom_translation_table={
-                torch.ops.qwenrt.paged_attention.default: _paged_attention,
+                torch.ops.qwenrt.paged_attention.default: _node_of(PAGED_ATTENTION),
+                torch.ops.qwenrt.mixture_of_experts.default: _node_of(MIXTURE_OF_EXPERTS),
                 torch.ops.aten.split.Tensor: _split,
                 torch.ops.aten.index_select.default: _index_select,
             },
@@ -87,11 +88,15 @@ def _dynamic_shapes(num_layers: int) -> tuple[Any, ...]:
     )
 
 
-def _paged_attention(*arguments: Any) -> Any:
-    """torch.ops.qwenrt.paged_attention as a PagedAttention node."""
-    count = len(PAGED_ATTENTION.inputs)
-    attributes = dict(zip((attribute.name for attribute in PAGED_ATTENTION.attributes), arguments[count:], strict=True))
-    return values.Opset(DOMAIN, PAGED_ATTENTION.version).PagedAttention(*arguments[:count], **attributes)
+def _node_of(spec: OpSpec) -> Callable[..., Any]:
+    """The translation of one of our torch ops into its node."""
+
+    def translate(*arguments: Any) -> Any:
+        count = len(spec.inputs)
+        attributes = dict(zip((attribute.name for attribute in spec.attributes), arguments[count:], strict=True))
+        return getattr(values.Opset(DOMAIN, spec.version), spec.name)(*arguments[:count], **attributes)
+
+    return translate
 
 
 def _split(x: Any, size: int, dim: int = 0) -> Any:

@@ -73,6 +73,24 @@ def linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
     return (y if bias is None else y + bias).astype(np.float32)
 
 
+def mixture_of_experts(
+    x: Array, router_logits: Array, gate_up: Array, down: Array, *, top_k: int, norm_topk_prob: int
+) -> Array:
+    """MixtureOfExperts as `schema.MIXTURE_OF_EXPERTS` has it: y [T, hidden] float32, computed in float64."""
+    num_experts = router_logits.shape[1]
+    gates = gate_up.astype(np.float64).reshape(num_experts, 2, -1, x.shape[1])
+    downs = down.astype(np.float64).reshape(num_experts, x.shape[1], -1)
+    y = np.zeros(x.shape)
+    for token, logits in enumerate(router_logits.astype(np.float64)):
+        chosen = np.argsort(-logits, kind="stable")[:top_k]
+        shares = np.exp(logits - logits.max())
+        shares /= shares[chosen].sum() if norm_topk_prob else shares.sum()
+        for expert in chosen:
+            gate, up = gates[expert] @ x[token].astype(np.float64)
+            y[token] += shares[expert] * (downs[expert] @ (gate / (1 + np.exp(-gate)) * up))
+    return y.astype(np.float32)
+
+
 def rms_norm(x: Array, weight: Array, eps: float) -> Array:
     """x / sqrt(mean(x^2) + eps) * weight over the last axis (Zhang and Sennrich, 2019); x itself if the weight is empty."""
     if weight.size == 0:

@@ -1,7 +1,7 @@
 """The custom ops' specs, from which everything that names them is made.
 
-The ONNX schema with its shape inference, the torch.library signature and a C++ header are all derived from `PAGED_ATTENTION` and
-`LINEAR`. This file imports nothing outside the standard library, so a build can run it as it lies:
+The ONNX schema with its shape inference, the torch.library signature and a C++ header are all derived from the `OpSpec`s in
+`OPS`. This file imports nothing outside the standard library, so a build can run it as it lies:
 
     python schema.py HEADER      writes the C++ header
 """
@@ -144,7 +144,31 @@ LINEAR = OpSpec(
     infer_shapes=lambda inputs, attributes: [(inputs[0][0], inputs[1][0])],
 )
 
-OPS = (PAGED_ATTENTION, LINEAR)
+MIXTURE_OF_EXPERTS = OpSpec(
+    name="MixtureOfExperts",
+    version=1,
+    doc=(
+        "For each token the sum, over the top_k experts with the largest router logits, of the expert's share of the softmax of "
+        "all logits times its SwiGLU: down(silu(gate(x)) * up(x)). With norm_topk_prob the shares are divided by their sum. "
+        "Among equal logits the lower index goes first. An expert without tokens costs nothing; a row of y does not depend, to "
+        "the last bit, on which other rows are computed with it."
+    ),
+    types={"F": ("float",), "W": ("float", "float16", "bfloat16")},
+    inputs=(
+        Value("x", "F", "[T, hidden]", "tokens"),
+        Value("router_logits", "F", "[T, num_experts]", "how well each expert suits each token"),
+        Value("gate_up", "W", "[num_experts * 2 * inner, hidden]", "of each expert the gate's rows, then the up's"),
+        Value("down", "W", "[num_experts * hidden, inner]", "the experts' down projections, one below the other"),
+    ),
+    outputs=(Value("y", "F", "[T, hidden]", "sum over each token's experts"),),
+    attributes=(
+        Attribute("top_k", int, "experts of a token"),
+        Attribute("norm_topk_prob", int, "1: the shares of a token's experts add up to 1"),
+    ),
+    infer_shapes=lambda inputs, attributes: [inputs[0]],
+)
+
+OPS = (PAGED_ATTENTION, LINEAR, MIXTURE_OF_EXPERTS)
 
 
 def register_onnx_schemas() -> None:

@@ -30,7 +30,7 @@ _HASHED_AT_LOAD_BYTES = 64 << 20
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """The shape of the decoder that an engine holds; sizes are in elements."""
+    """The shape of the decoder that an engine holds; sizes are in elements. Without experts their numbers are 0."""
 
     architecture: str
     num_layers: int
@@ -46,7 +46,12 @@ class ModelSpec:
     rms_norm_eps: float
     tie_word_embeddings: bool
     attention_bias: bool
+    num_experts: int
+    num_experts_per_token: int
+    moe_intermediate_size: int
     num_parameters: int
+    num_active_parameters: int
+    """Those that one token goes through: without the experts that it does not choose."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

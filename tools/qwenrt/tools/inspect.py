@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -16,10 +15,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from qwenrt.exporter.checkpoint import expected_shapes, open_checkpoint
+from qwenrt.exporter.checkpoint import open_checkpoint
 from qwenrt.exporter.config import ModelConfig
+from qwenrt.exporter.export import model_spec
 from qwenrt.plugins import ConfigError
-from qwenrt.runtime.engine_dir import MANIFEST_NAME, EngineManifest, FileEntry, ModelSpec, sha256_of
+from qwenrt.runtime.engine_dir import MANIFEST_NAME, EngineManifest, FileEntry, sha256_of
 
 from .errors import printable
 from .progress import spinner
@@ -123,7 +123,7 @@ def inspect_checkpoint(path: Path) -> dict[str, Any]:
     return {
         "kind": "checkpoint",
         "path": str(path),
-        "model": _model(config),
+        "model": dataclasses.asdict(model_spec(config)),
         "dtypes": dict(dtypes),
         "kv_dtype": "float32",
         "eos_token_ids": list(config.eos_token_ids),
@@ -134,30 +134,25 @@ def inspect_checkpoint(path: Path) -> dict[str, Any]:
     }
 
 
-def _model(config: ModelConfig) -> dict[str, Any]:
-    """The same facts, under the same names, as an engine's manifest has them."""
-    names = [field.name for field in dataclasses.fields(ModelSpec) if hasattr(config, field.name)]
-    return {name: getattr(config, name) for name in names} | {
-        "rope_theta": config.rope.theta,
-        "rope_type": config.rope.type,
-        "num_parameters": sum(map(math.prod, expected_shapes(config).values())),
-    }
-
-
 def _print(report: dict[str, Any]) -> None:
     model = report["model"]
     heads = f"{model['num_heads']} query, {model['num_kv_heads']} key/value, of {model['head_dim']}"
     shape = {
         "architecture": model["architecture"],
-        "parameters": f"{model['num_parameters']:,}",
+        "parameters": f"{model['num_parameters']:,}, {model['num_active_parameters']:,} of them for each token",
         "layers": model["num_layers"],
         "hidden, intermediate size": f"{model['hidden_size']}, {model['intermediate_size']}",
+        "experts": f"{model['num_experts']}, {model['num_experts_per_token']} for each token, of intermediate size "
+        f"{model['moe_intermediate_size']}",
         "attention heads": heads + (", biased" if model["attention_bias"] else ""),
         "vocabulary": f"{model['vocab_size']:,}" + (", tied" if model["tie_word_embeddings"] else ", not tied"),
         "positions": f"{model['max_position_embeddings']:,}",
         "RoPE": f"{model['rope_type']}, theta {model['rope_theta']:,.15g}",
         "end-of-text tokens": ", ".join(map(str, report["eos_token_ids"])),
     }
+    if not model["num_experts"]:
+        del shape["experts"]
+        shape["parameters"] = f"{model['num_parameters']:,}"
     if report["kind"] == "engine":
         limits = report["limits"]
         shape |= {

@@ -26,7 +26,7 @@ try:
     import torch.nn.functional as F
     from onnx import numpy_helper
 
-    from qwenrt.plugins import torch_op
+    from qwenrt.plugins import torch_experts, torch_op
 except ImportError as error:
     raise ConfigError(f"backend torch needs {error.name}; install it with: pip install 'qwenrt[export]'") from error
 
@@ -89,6 +89,7 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
     "Sigmoid": torch.sigmoid,
     "Split": _split,
     "qwenrt::Linear": _linear,
+    "qwenrt::MixtureOfExperts": torch_experts.mixture_of_experts,
     "qwenrt::PagedAttention": _paged_attention,
 }
 

@@ -1,0 +1,193 @@
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "isa.h"
+#include "run.h"
+
+namespace qwenrt {
+namespace {
+
+constexpr int64_t kTaskColumns = 32;  // as in run_linear.cc
+constexpr int64_t kTaskRows = 16;
+// Rows that are in work at a time: enough that each expert's weights are read once or twice for a long prompt, few enough that the
+// rows' intermediate values take some tens of megabytes.
+constexpr int64_t kBatchRows = 1024;
+
+struct Choice {
+  int32_t expert;
+  float score;
+};
+
+// The top_k experts of one token, largest logit first and the lower index first among equals, with their shares of the softmax. A NaN
+// among the logits makes every score NaN.
+void choose(const MixtureOfExperts& op, int64_t token, Choice* choices) {
+  const float* logits = op.router + token * op.num_experts;
+  const auto order = [&](int64_t e) { return std::isnan(logits[e]) ? -std::numeric_limits<float>::infinity() : logits[e]; };
+  int64_t chosen = 0;
+  for (int64_t e = 0; e < op.num_experts; ++e) {
+    if (chosen == op.top_k && !(order(e) > order(choices[chosen - 1].expert))) continue;
+    int64_t place = chosen < op.top_k ? chosen++ : chosen - 1;
+    for (; place > 0 && order(e) > order(choices[place - 1].expert); --place) choices[place] = choices[place - 1];
+    choices[place].expert = static_cast<int32_t>(e);
+  }
+  const float largest = logits[choices[0].expert];
+  float all = 0, kept = 0;
+  for (int64_t e = 0; e < op.num_experts; ++e) all += std::exp(logits[e] - largest);
+  for (int64_t k = 0; k < op.top_k; ++k) kept += choices[k].score = std::exp(logits[choices[k].expert] - largest) / all;
+  if (op.norm_topk_prob)
+    for (int64_t k = 0; k < op.top_k; ++k) choices[k].score /= kept;
+}
+
+// Tokens by expert: those of expert e are rows start[e] to start[e + 1], in the order of the tokens.
+struct Routing {
+  std::vector<int64_t> start, token;
+  std::vector<float> score;
+
+  Routing(const MixtureOfExperts& op, const Parallel& parallel)
+      : start(static_cast<size_t>(op.num_experts) + 1), token(static_cast<size_t>(op.tokens * op.top_k)), score(token.size()) {
+    std::vector<Choice> choices(token.size());
+    parallel.run((op.tokens + kTaskRows - 1) / kTaskRows, [&](int64_t task) {
+      const int64_t last = std::min((task + 1) * kTaskRows, op.tokens);
+      for (int64_t t = task * kTaskRows; t < last; ++t) choose(op, t, choices.data() + t * op.top_k);
+    });
+    for (const Choice& choice : choices) ++start[static_cast<size_t>(choice.expert) + 1];
+    for (size_t e = 1; e < start.size(); ++e) start[e] += start[e - 1];
+    std::vector<int64_t> next(start.begin(), start.end() - 1);
+    for (size_t i = 0; i < choices.size(); ++i) {
+      const size_t row = static_cast<size_t>(next[static_cast<size_t>(choices[i].expert)]++);
+      token[row] = static_cast<int64_t>(i) / op.top_k;
+      score[row] = choices[i].score;
+    }
+  }
+
+  int64_t rows(int64_t expert) const { return start[static_cast<size_t>(expert) + 1] - start[static_cast<size_t>(expert)]; }
+};
+
+// Some experts that have rows, and the memory that their rows need. `base` is the row of the first.
+struct Batch {
+  std::vector<int64_t> experts;
+  int64_t base = 0, rows = 0;
+};
+
+std::vector<Batch> make_batches(const MixtureOfExperts& op, const Routing& routing) {
+  std::vector<Batch> batches;
+  for (int64_t e = 0; e < op.num_experts; ++e) {
+    const int64_t rows = routing.rows(e);
+    if (rows == 0) continue;
+    if (batches.empty() || batches.back().rows + rows > kBatchRows)
+      batches.push_back({{}, routing.start[static_cast<size_t>(e)], 0});
+    batches.back().experts.push_back(e);
+    batches.back().rows += rows;
+  }
+  return batches;
+}
+
+class Experts {
+ public:
+  Experts(const MixtureOfExperts& op, const Routing& routing, int64_t rows, const Parallel& parallel)
+      : op_(op), routing_(routing), parallel_(parallel), kernels_(isa()) {
+    const int64_t floats = rows * (op.hidden + 3 * op.inner);
+    memory_.reset(new float[static_cast<size_t>(floats)]);
+    x_ = memory_.get(), gate_up_ = x_ + rows * op.hidden, inner_ = gate_up_ + rows * 2 * op.inner;
+  }
+
+  void run(const Batch& batch) {
+    gather(batch);
+    up(batch);
+    down(batch);
+  }
+
+ private:
+  // The product of an expert's rows with its `width` rows of `weight`; `base` is where the batch begins.
+  Linear product(int64_t base, int64_t expert, const float* x, const void* weight, float* y, int64_t depth, int64_t width) const {
+    const int64_t item = op_.weight_type == ElementType::kFloat32 ? 4 : 2;
+    const int64_t row = routing_.start[static_cast<size_t>(expert)] - base;
+    const char* own = static_cast<const char*>(weight) + expert * width * depth * item;
+    Linear product{};
+    product.x = x + row * depth, product.weight = own, product.y = y + row * width;
+    product.rows = routing_.rows(expert), product.depth = depth, product.width = width;
+    product.weight_type = op_.weight_type;
+    return product;
+  }
+
+  void gather(const Batch& batch) {
+    parallel_.run((batch.rows + kTaskRows - 1) / kTaskRows, [&](int64_t task) {
+      const int64_t last = std::min((task + 1) * kTaskRows, batch.rows);
+      for (int64_t row = task * kTaskRows; row < last; ++row) {
+        const int64_t token = routing_.token[static_cast<size_t>(batch.base + row)];
+        std::copy_n(op_.x + token * op_.hidden, op_.hidden, x_ + row * op_.hidden);
+      }
+    });
+  }
+
+  void up(const Batch& batch) {
+    const int64_t parts = (op_.inner + kTaskColumns - 1) / kTaskColumns;
+    parallel_.run(static_cast<int64_t>(batch.experts.size()) * parts, [&](int64_t task) {
+      const int64_t expert = batch.experts[static_cast<size_t>(task / parts)];
+      const int64_t first = task % parts * kTaskColumns, last = std::min(first + kTaskColumns, op_.inner);
+      const Linear product = this->product(batch.base, expert, x_, op_.gate_up, gate_up_, op_.hidden, 2 * op_.inner);
+      kernels_.linear_columns(product, first, last);
+      kernels_.linear_columns(product, op_.inner + first, op_.inner + last);
+      const int64_t base = routing_.start[static_cast<size_t>(expert)] - batch.base;
+      for (int64_t row = 0; row < product.rows; ++row) {
+        const float* gate = product.y + row * product.width + first;
+        kernels_.swiglu(gate, gate + op_.inner, inner_ + (base + row) * op_.inner + first, last - first);
+      }
+    });
+  }
+
+  // A task adds the columns of all experts, one after the other, so that each token's sum is in the order of its experts. The products
+  // go where x was.
+  void down(const Batch& batch) {
+    parallel_.run((op_.hidden + kTaskColumns - 1) / kTaskColumns, [&](int64_t task) {
+      const int64_t first = task * kTaskColumns, last = std::min(first + kTaskColumns, op_.hidden);
+      for (const int64_t expert : batch.experts) {
+        const Linear product = this->product(batch.base, expert, inner_, op_.down, x_, op_.inner, op_.hidden);
+        kernels_.linear_columns(product, first, last);
+        const int64_t start = routing_.start[static_cast<size_t>(expert)];
+        for (int64_t row = 0; row < product.rows; ++row) {
+          const float score = routing_.score[static_cast<size_t>(start + row)];
+          float* y = op_.y + routing_.token[static_cast<size_t>(start + row)] * op_.hidden;
+          for (int64_t i = first; i < last; ++i) y[i] += score * product.y[row * op_.hidden + i];
+        }
+      }
+    });
+  }
+
+  const MixtureOfExperts& op_;
+  const Routing& routing_;
+  const Parallel& parallel_;
+  const Isa& kernels_;
+  std::unique_ptr<float[]> memory_;
+  float *x_, *gate_up_, *inner_;
+};
+
+void check(const MixtureOfExperts& op) {
+  if (op.weight_type != ElementType::kFloat32 && op.weight_type != ElementType::kFloat16 &&
+      op.weight_type != ElementType::kBFloat16)
+    throw InvalidArgument("gate_up has element type " + std::to_string(static_cast<int32_t>(op.weight_type)) +
+                          "; it must be float32, float16 or bfloat16");
+  if (op.top_k < 1 || op.top_k > op.num_experts)
+    throw InvalidArgument("top_k is " + std::to_string(op.top_k) + "; it must be between 1 and the " +
+                          std::to_string(op.num_experts) + " experts of router_logits");
+}
+
+}  // namespace
+
+void run_mixture_of_experts(const MixtureOfExperts& op, const Parallel& parallel) {
+  check(op);
+  std::fill_n(op.y, op.tokens * op.hidden, 0.0f);
+  if (op.tokens == 0 || op.hidden == 0) return;
+  const Routing routing(op, parallel);
+  const std::vector<Batch> batches = make_batches(op, routing);
+  int64_t rows = 0;
+  for (const Batch& batch : batches) rows = std::max(rows, batch.rows);
+  Experts experts(op, routing, rows, parallel);
+  for (const Batch& batch : batches) experts.run(batch);
+}
+
+}  // namespace qwenrt

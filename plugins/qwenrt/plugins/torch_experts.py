@@ -1,0 +1,39 @@
+"""MixtureOfExperts in PyTorch, on any device: importing this registers torch.ops.qwenrt.mixture_of_experts."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .schema import MIXTURE_OF_EXPERTS
+
+
+def _mixture_of_experts(
+    x: Tensor, router_logits: Tensor, gate_up: Tensor, down: Tensor, top_k: int, norm_topk_prob: int
+) -> Tensor:
+    num_experts = router_logits.shape[1]
+    # A stable sort, where topk may give equal logits in any order.
+    order = router_logits.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
+    scores = router_logits.softmax(-1).gather(1, order)
+    if norm_topk_prob:
+        scores = scores / scores.sum(-1, keepdim=True)
+    gate_ups, downs = gate_up.view(num_experts, -1, x.shape[1]), down.view(num_experts, x.shape[1], -1)
+    y = torch.zeros_like(x)
+    for expert in sorted(set(order.flatten().tolist())):
+        tokens, slots = torch.where(order == expert)
+        gate, up = F.linear(x[tokens], gate_ups[expert].to(x.dtype)).chunk(2, dim=-1)
+        inner = F.linear(F.silu(gate) * up, downs[expert].to(x.dtype))
+        y.index_add_(0, tokens, scores[tokens, slots, None] * inner)
+    return y
+
+
+def _output_shape(x: Tensor, *rest: object) -> Tensor:
+    return torch.empty_like(x)
+
+
+mixture_of_experts = torch.library.custom_op(
+    "qwenrt::mixture_of_experts", _mixture_of_experts, mutates_args=(), schema=MIXTURE_OF_EXPERTS.torch_schema
+)
+"""As `schema.MIXTURE_OF_EXPERTS` has it; x float32, matrices of any float type."""
+mixture_of_experts.register_fake(_output_shape)

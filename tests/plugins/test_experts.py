@@ -1,0 +1,241 @@
+"""MixtureOfExperts: against float64, which experts are chosen and with what share, and what a row's bits may depend on."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass, replace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from qwenrt.plugins import reference
+
+from .ops import ONNX_TYPES, Array, isas, library, run_node, using_isa
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One call."""
+
+    x: Array
+    router_logits: Array
+    gate_up: Array
+    down: Array
+    top_k: int
+    norm_topk_prob: int = 0
+
+    @property
+    def tensors(self) -> dict[str, Array]:
+        return {name: getattr(self, name) for name in ("x", "router_logits", "gate_up", "down")}
+
+    @property
+    def attributes(self) -> dict[str, int]:
+        return {"top_k": self.top_k, "norm_topk_prob": self.norm_topk_prob}
+
+    def rows(self, *rows: int) -> Layer:
+        return replace(self, x=self.x[list(rows)], router_logits=self.router_logits[list(rows)])
+
+
+def layer(
+    tokens: int = 5,
+    experts: int = 8,
+    top_k: int = 2,
+    hidden: int = 24,
+    inner: int = 16,
+    dtype: npt.DTypeLike = np.float32,
+    norm: int = 0,
+    seed: int = 0,
+) -> Layer:
+    rng = np.random.default_rng(seed)
+    gate_up = rng.standard_normal((experts * 2 * inner, hidden), np.float32) / np.float32(hidden**0.5)
+    down = rng.standard_normal((experts * hidden, inner), np.float32) / np.float32(inner**0.5)
+    return Layer(
+        rng.standard_normal((tokens, hidden), np.float32),
+        rng.standard_normal((tokens, experts), np.float32),
+        gate_up.astype(dtype),
+        down.astype(dtype),
+        top_k,
+        norm,
+    )
+
+
+def by_reference(call: Layer) -> Array:
+    return reference.mixture_of_experts(**call.tensors, **call.attributes)
+
+
+def by_onnxruntime(call: Layer) -> Array:
+    return run_node("MixtureOfExperts", call.tensors, **call.attributes)
+
+
+def by_torch(call: Layer) -> Array:
+    import torch
+
+    from qwenrt.plugins import torch_experts
+
+    def tensor(array: Array) -> torch.Tensor:
+        if array.dtype == ml_dtypes.bfloat16:
+            return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+        return torch.from_numpy(array)
+
+    y: Array = torch_experts.mixture_of_experts(*map(tensor, call.tensors.values()), *call.attributes.values()).numpy()
+    return y
+
+
+class Arguments(ctypes.Structure):
+    """QwenrtMixtureOfExperts of plugins/cpu/c_api.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "router_logits", "gate_up", "down", "y")),
+        *((name, ctypes.c_int64) for name in ("tokens", "hidden", "inner", "num_experts", "top_k")),
+        ("norm_topk_prob", ctypes.c_int32),
+        ("weight_type", ctypes.c_int32),
+    )
+
+
+def by_c(call: Layer, threads: int = 1) -> Array:
+    y = np.full_like(call.x, np.nan)
+    arguments = Arguments(
+        **{name: array.ctypes.data for name, array in call.tensors.items()},
+        y=y.ctypes.data,
+        tokens=len(call.x),
+        hidden=call.x.shape[1],
+        inner=call.down.shape[1],
+        num_experts=call.router_logits.shape[1],
+        weight_type=ONNX_TYPES[call.down.dtype],
+        **call.attributes,
+    )
+    error = ctypes.create_string_buffer(500)
+    if library().qwenrt_mixture_of_experts(ctypes.byref(arguments), threads, error, ctypes.c_size_t(len(error))):
+        raise ValueError(error.value.decode())
+    return y
+
+
+SHAPES: tuple[dict[str, Any], ...] = (
+    {},
+    {"tokens": 0},
+    {"tokens": 1, "experts": 1, "top_k": 1},
+    {"tokens": 70, "experts": 128, "top_k": 8},
+    {"tokens": 3, "experts": 3, "top_k": 3, "hidden": 7, "inner": 5},
+    {"tokens": 40, "experts": 4, "top_k": 1, "hidden": 40, "inner": 70},
+    {"tokens": 1500, "experts": 4, "top_k": 2, "hidden": 8, "inner": 8},
+)
+
+
+@pytest.mark.parametrize("implementation", [by_onnxruntime, by_torch, by_c])
+@pytest.mark.parametrize("norm", [0, 1])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_equals_a_float64_computation(implementation: Any, norm: int, shape: dict[str, Any]) -> None:
+    call = layer(**shape, norm=norm)
+    np.testing.assert_allclose(implementation(call), by_reference(call), rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("isa", isas())
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+def test_every_instruction_set_and_type(isa: str, dtype: npt.DTypeLike) -> None:
+    call = layer(tokens=9, hidden=37, inner=45, top_k=3, dtype=dtype)
+    with using_isa(isa):
+        np.testing.assert_allclose(by_onnxruntime(call), by_reference(call), rtol=1e-5, atol=2e-6)
+    np.testing.assert_allclose(by_torch(call), by_reference(call), rtol=1e-5, atol=2e-6)
+
+
+def shares(call: Layer) -> Array:
+    """What share each expert has of the first token, from a call in which expert e gives the token e-th unit vector."""
+    experts = call.router_logits.shape[1]
+    # silu(gate) * up of the only inner value is 1.
+    one = 1.2784645427610738
+    gate_up = np.tile(np.array([[one], [1]], np.float32), (experts, 1))
+    y = by_onnxruntime(
+        replace(
+            call,
+            x=np.eye(1, experts, dtype=np.float32),
+            gate_up=np.concatenate([gate_up, np.zeros((2 * experts, experts - 1), np.float32)], 1),
+            down=np.eye(experts, dtype=np.float32).reshape(-1, 1),
+        )
+    )
+    return y[0] if y.size else y
+
+
+def routed(logits: list[float], top_k: int, norm: int) -> list[float]:
+    router = np.array([logits], np.float32)
+    call = Layer(np.zeros((1, len(logits)), np.float32), router, np.zeros(0), np.zeros(0), top_k, norm)
+    return list(shares(call))
+
+
+def test_shares_of_the_softmax_over_all_experts() -> None:
+    """Case L11: two ways of normalising, and only one of them a softmax over the chosen."""
+    np.testing.assert_allclose(routed([2, 1, 0.5, -1], 2, 1), [0.731059, 0.268941, 0, 0], atol=1e-6)
+    np.testing.assert_allclose(routed([2, 1, 0.5, -1], 2, 0), [0.609460, 0.224208, 0, 0], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("logits", "top_k", "chosen"),
+    [
+        ([1, 1, 1, 1], 2, [0, 1]),
+        ([0, 1, 0, 1], 2, [1, 3]),
+        ([0, 1, 1, 1], 2, [1, 2]),
+        ([-3, -2, -1, 0], 4, [0, 1, 2, 3]),
+        ([200, -200, 100, 0], 1, [0]),
+        ([-np.inf, 0, -np.inf, -1], 2, [1, 3]),
+    ],
+)
+def test_the_largest_are_chosen_and_the_lower_index_among_equals(
+    logits: list[float], top_k: int, chosen: list[int]
+) -> None:
+    assert list(np.flatnonzero(routed(logits, top_k, 1))) == chosen
+
+
+def test_logits_that_are_no_numbers_spoil_their_own_row_alone() -> None:
+    call = layer(tokens=3)
+    call.router_logits[1, 4] = np.nan
+    y = by_onnxruntime(call)
+    assert np.isnan(y[1]).all()
+    np.testing.assert_array_equal(y[[0, 2]], by_onnxruntime(call.rows(0, 2)))
+
+
+def test_an_expert_without_tokens_is_not_read() -> None:
+    call = layer(tokens=6, experts=4, top_k=2)
+    call.router_logits[:, 2] = -100
+    expected = by_onnxruntime(call)
+    call.gate_up.reshape(4, -1)[2] = np.nan
+    call.down.reshape(4, -1)[2] = np.nan
+    np.testing.assert_array_equal(by_onnxruntime(call), expected)
+    call.router_logits[:, 2] = 100
+    assert np.isnan(by_onnxruntime(call)).all()
+
+
+def test_all_tokens_may_go_to_one_expert() -> None:
+    call = layer(tokens=1300, experts=4, top_k=1)
+    call.router_logits[:, 3] = 9
+    np.testing.assert_allclose(by_onnxruntime(call), by_reference(call), rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("isa", isas())
+def test_a_row_has_the_same_bits_whatever_else_is_computed(isa: str) -> None:
+    call = layer(tokens=400, experts=6, top_k=3, hidden=72, inner=40)
+    with using_isa(isa):
+        whole = by_onnxruntime(call)
+        for rows in ([0], [399, 5], list(range(100, 333)), list(range(399, -1, -1))):
+            np.testing.assert_array_equal(by_onnxruntime(call.rows(*rows)), whole[rows])
+        for threads in (1, 2, 3):
+            np.testing.assert_array_equal(by_c(call, threads), whole)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"top_k": 0}, "top_k is 0; it must be between 1 and the 8 experts"),
+        ({"top_k": 9}, "top_k is 9"),
+        ({"x": np.zeros((4, 24), np.float32)}, r"router_logits has shape \[5, 8\], expected \[4, 8\]"),
+        ({"x": np.zeros((5, 23), np.float32)}, r"gate_up has shape \[256, 24\], expected \[256, 23\]"),
+        ({"down": np.zeros((192, 15), np.float32)}, r"gate_up has shape \[256, 24\], expected \[240, 24\]"),
+        ({"down": np.zeros((191, 16), np.float32)}, r"down has shape \[191, 16\], expected \[192, 16\]"),
+        ({"down": np.zeros(16, np.float32)}, r"down has shape \[16\], expected 2 dimensions"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_does_not_fit_is_named(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(Exception, match=message):
+        by_onnxruntime(replace(layer(), **changes))
