@@ -7,6 +7,7 @@ from .engine_dir import EngineDir, EngineManifest
 from .llm import LLM
 from .outputs import CompletionOutput, RequestOutput, TokenLogprobs
 from .sampling.params import SamplingParams
+from .sampling.structured import StructuredOutputsParams
 
 __all__ = [
     "LLM",
@@ -19,5 +20,6 @@ __all__ = [
     "RequestError",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputsParams",
     "TokenLogprobs",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .outputs import CompletionOutput, TokenLogprobs
+from .outputs import CompletionDelta, CompletionOutput, TokenLogprobs
 from .request import Request
 from .sampling.sampler import SampledToken
 from .text.detokenizer import OutputText
@@ -23,6 +23,8 @@ class Completion:
         self._num_tokens = 0
         self._cumulative_logprob = 0.0
         self._logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
+        self._num_taken = 0
+        self._taken_whole = False
 
     def append(self, sampled: SampledToken) -> None:
         """Take the next of the request's tokens; sets `finish_reason` if it is the last."""
@@ -56,6 +58,22 @@ class Completion:
             token_ids=self.request.token_ids[first : first + self._num_tokens],
             cumulative_logprob=None if self._logprobs is None else self._cumulative_logprob,
             logprobs=None if self._logprobs is None else list(self._logprobs),
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+        )
+
+    def take_delta(self) -> CompletionDelta | None:
+        """What is new since the last call; None if nothing is."""
+        if self._taken_whole or (self._num_tokens == self._num_taken and self.finish_reason is None):
+            return None
+        first, self._num_taken = self._num_taken, self._num_tokens
+        self._taken_whole = self.finish_reason is not None
+        start = self.request.num_prompt
+        return CompletionDelta(
+            index=self.index,
+            text=self._text.take_delta(),
+            token_ids=self.request.token_ids[start + first : start + self._num_tokens],
+            logprobs=None if self._logprobs is None else self._logprobs[first:],
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
         )

@@ -13,12 +13,15 @@ from .backends import Backend
 from .completion import Completion
 from .engine_dir import EngineManifest, Limits
 from .model_runner import ModelRunner
-from .outputs import RequestOutput
-from .request import Chunk, Request
+from .outputs import RequestDelta, RequestOutput
+from .request import Chunk, Request, StepPlan
+from .sampling.constraint import Constraint
+from .sampling.grammar import GrammarCompiler, Matcher
 from .sampling.params import SamplingParams
 from .sampling.sampler import SampledToken, SequenceSampler, sample_checking_drafts
 from .scheduler import Scheduler
 from .speculation import Drafter, SpeculativeConfig, Speculator
+from .text.thinking import ThinkingTokens
 from .text.tokenizer import Tokenizer
 
 
@@ -66,9 +69,28 @@ class _Job:
             num_cached_tokens=first.num_cached,
         )
 
+    def take_delta(self) -> RequestDelta:
+        """What the answers have new since the last call."""
+        deltas = [delta for completion in self.completions if (delta := completion.take_delta()) is not None]
+        return RequestDelta(deltas, self.finished, self.completions[0].request.num_cached)
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRequest:
+    """A prompt and its parameters, found to be what the engine can serve."""
+
+    prompt: str | None
+    """The prompt's text; None when token ids were given."""
+    token_ids: list[int]
+    params: SamplingParams
+    max_tokens: int
+    """How many tokens may follow."""
+    matcher: Matcher | None
+    """The start of the grammar of `structured_outputs`."""
+
 
 class LLMEngine:
-    """Requests in, steps, outputs out. Not thread-safe: one thread owns an engine."""
+    """Requests in, steps, outputs out. Not thread-safe, `prepare` excepted: one thread owns an engine."""
 
     def __init__(
         self,
@@ -91,6 +113,8 @@ class LLMEngine:
         self.speculator = Speculator(speculative) if speculative else None
         self._jobs: dict[str, _Job] = {}
         self._answers: dict[Request, tuple[_Job, Completion]] = {}
+        self._grammars = GrammarCompiler(tokenizer, manifest.model.vocab_size, manifest.eos_token_ids)
+        self._plan: StepPlan | None = None
 
     def add_request(
         self,
@@ -104,24 +128,42 @@ class LLMEngine:
 
         add_special_tokens: as `Tokenizer.encode` has it; False for a rendered chat template.
         """
-        if request_id in self._jobs:
-            raise RequestError(f"request_id {request_id!r} is in use; abort it first or choose another")
+        self.submit(request_id, self.prepare(prompt, params, add_special_tokens=add_special_tokens))
+
+    def prepare(
+        self, prompt: str | Sequence[int], params: SamplingParams, *, add_special_tokens: bool = True
+    ) -> PreparedRequest:
+        """Tokenize a prompt, check it and compile its grammar; raises RequestError if it cannot be served.
+
+        Safe to call from any thread.
+        """
         if isinstance(prompt, str):
             most = self.limits.max_model_len
             token_ids = self.tokenizer.encode(prompt, max_tokens=most, add_special_tokens=add_special_tokens)
         else:
             token_ids = list(prompt)
         max_tokens = self._check(token_ids, params)
-        job = _Job(request_id, prompt if isinstance(prompt, str) else None, [])
+        if params.thinking_budget is not None and ThinkingTokens.of(self.tokenizer) is None:
+            raise RequestError("thinking_budget needs a model that thinks: this one's tokenizer has no token <think>")
+        structured = params.structured_outputs
+        matcher = None if structured is None else self._grammars.compile(structured.source)
+        return PreparedRequest(prompt if isinstance(prompt, str) else None, token_ids, params, max_tokens, matcher)
+
+    def submit(self, request_id: str, prepared: PreparedRequest) -> None:
+        """Queue a prepared request; raises RequestError if its id is in use."""
+        if request_id in self._jobs:
+            raise RequestError(f"request_id {request_id!r} is in use; abort it first or choose another")
+        params, token_ids = prepared.params, prepared.token_ids
+        job = _Job(request_id, prepared.prompt, [])
         eos_token_ids = frozenset(self.manifest.eos_token_ids)
         for index in range(params.n):
             request = Request(
                 request_id=request_id,
                 token_ids=list(token_ids),
                 num_prompt=len(token_ids),
-                max_tokens=max_tokens,
+                max_tokens=prepared.max_tokens,
                 params=params,
-                sampler=SequenceSampler(params, token_ids, eos_token_ids, index),
+                sampler=SequenceSampler(params, token_ids, eos_token_ids, index, self._constraint(prepared)),
                 drafter=Drafter(self.speculator, eos_token_ids | set(params.stop_token_ids))
                 if self.speculator
                 else None,
@@ -131,6 +173,18 @@ class LLMEngine:
             self._answers[request] = (job, completion)
             self.scheduler.add(request)
         self._jobs[request_id] = job
+
+    def _constraint(self, prepared: PreparedRequest) -> Constraint | None:
+        budget, matcher = prepared.params.thinking_budget, prepared.matcher
+        if budget is None and matcher is None:
+            return None
+        return Constraint(
+            self.tokenizer,
+            prepared.token_ids,
+            self.manifest.eos_token_ids,
+            thinking_budget=budget,
+            matcher=None if matcher is None else matcher.copy(),
+        )
 
     def _check(self, token_ids: list[int], params: SamplingParams) -> int:
         """How many tokens may follow the prompt; raises RequestError if the engine cannot serve that."""
@@ -163,6 +217,12 @@ class LLMEngine:
         """Whether there is anything to step for."""
         return bool(self._jobs)
 
+    def requests_in_step(self) -> set[str]:
+        """The ids of the requests that the last step computed or tried to; of all requests if it failed before it knew."""
+        if self._plan is None:
+            return set(self._jobs)
+        return {chunk.request.request_id for chunk in self._plan.chunks}
+
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request now and free its blocks; returns what it had generated, or None if there is no such request."""
         job = self._jobs.pop(request_id, None)
@@ -185,9 +245,10 @@ class LLMEngine:
         """`step` without building outputs: the jobs that have something new."""
         timings = self.timings
         started = perf_counter()
+        self._plan = None
         with timings.part("schedule"):
             self._guess()
-            plan = self.scheduler.plan()
+            plan = self._plan = self.scheduler.plan()
         if not plan.chunks:
             assert not self._jobs, "requests are waiting and none can run"
             return []

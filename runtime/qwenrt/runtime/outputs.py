@@ -1,7 +1,8 @@
-"""What a caller gets back."""
+"""What a caller gets back: answers so far (`LLM`), or what is new of them (`AsyncLLM`)."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 
@@ -42,3 +43,51 @@ class RequestOutput:
     finished: bool
     num_cached_tokens: int = field(default=0)
     """Prompt tokens whose K and V came from the prefix cache (of the first answer)."""
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionDelta:
+    """What one of the `n` answers has new."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None
+    """Of `token_ids`; None unless `logprobs` was asked for."""
+    finish_reason: str | None
+    stop_reason: int | str | None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestDelta:
+    """What a request's answers have new; answers without news are left out."""
+
+    outputs: list[CompletionDelta]
+    finished: bool
+    num_cached_tokens: int
+    """As in `RequestOutput`."""
+
+
+def merge_deltas(deltas: Sequence[RequestDelta]) -> RequestDelta:
+    """Consecutive news of one request (at least one) as one."""
+    if len(deltas) == 1:
+        return deltas[0]
+    by_index: dict[int, list[CompletionDelta]] = {}
+    for delta in deltas:
+        for output in delta.outputs:
+            by_index.setdefault(output.index, []).append(output)
+    last = deltas[-1]
+    return RequestDelta([_merge(outputs) for outputs in by_index.values()], last.finished, last.num_cached_tokens)
+
+
+def _merge(outputs: list[CompletionDelta]) -> CompletionDelta:
+    last = outputs[-1]
+    logprobs = None if last.logprobs is None else [one for output in outputs for one in output.logprobs or ()]
+    return CompletionDelta(
+        index=last.index,
+        text="".join(output.text for output in outputs),
+        token_ids=[token for output in outputs for token in output.token_ids],
+        logprobs=logprobs,
+        finish_reason=last.finish_reason,
+        stop_reason=last.stop_reason,
+    )

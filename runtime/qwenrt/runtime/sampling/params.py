@@ -12,6 +12,8 @@ import numpy as np
 
 from qwenrt.plugins import RequestError
 
+from .structured import StructuredOutputsParams
+
 MAX_N = 128
 MAX_LOGPROBS = 20
 MAX_STOPS = 1024
@@ -30,8 +32,8 @@ class SamplingParams:
     """How the tokens of a request are chosen and when it ends.
 
     Every field is checked when the object is made; a RequestError names the field, its value and what is allowed. The order
-    of work on a row of logits is: min_tokens, logit_bias, repetition, frequency and presence penalty, temperature, min_p,
-    top_k, top_p.
+    of work on a row of logits is: min_tokens, logit_bias, repetition, frequency and presence penalty, structured_outputs and
+    thinking_budget, temperature, min_p, top_k, top_p.
     """
 
     temperature: float = 1.0
@@ -70,6 +72,10 @@ class SamplingParams:
     """Whether special tokens are left out of the text."""
     logit_bias: Mapping[int, float] | None = None
     """Added to the logits of the given token ids; values from -100 to 100, at most 1,024 entries."""
+    structured_outputs: StructuredOutputsParams | None = None
+    """The form that the answer must have."""
+    thinking_budget: int | None = None
+    """Close a thinking block after so many tokens, from 0; None for as many as the model takes."""
 
     def __post_init__(self) -> None:
         checked: dict[str, Any] = {
@@ -90,9 +96,16 @@ class SamplingParams:
             else _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS),
             "n": _integer("n", self.n, 1, MAX_N),
             "logit_bias": _logit_bias(self.logit_bias),
+            "thinking_budget": None
+            if self.thinking_budget is None
+            else _integer("thinking_budget", self.thinking_budget, 0, MAX_INT),
         }
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
             checked[name] = _boolean(name, getattr(self, name))
+        if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
+            raise RequestError(
+                f"structured_outputs is {_shown(self.structured_outputs)}; it must be a StructuredOutputsParams"
+            )
         if checked["seed"] == -1:
             checked["seed"] = None
         if checked["max_tokens"] is not None and checked["min_tokens"] > checked["max_tokens"]:

@@ -10,6 +10,7 @@ import numpy as np
 
 from qwenrt.plugins import RequestError
 
+from .constraint import Constraint
 from .params import SamplingParams
 from .processors import Floats, Penalties, draw, largest, nucleus
 
@@ -38,9 +39,15 @@ class SequenceSampler:
     """
 
     def __init__(
-        self, params: SamplingParams, prompt_token_ids: Sequence[int], eos_token_ids: Iterable[int], index: int
+        self,
+        params: SamplingParams,
+        prompt_token_ids: Sequence[int],
+        eos_token_ids: Iterable[int],
+        index: int,
+        constraint: Constraint | None = None,
     ) -> None:
         self.params = params
+        self._constraint = constraint
         self.num_generated = 0
         self._held_back = np.array(sorted({*eos_token_ids, *params.stop_token_ids}), dtype=np.int64)
         """Tokens that cannot be taken before `min_tokens`."""
@@ -74,6 +81,8 @@ class SequenceSampler:
         self.num_generated += 1
         if self._penalties is not None:
             self._penalties.record(token_id)
+        if self._constraint is not None:
+            self._constraint.accept(token_id)
         if logprobs is None:
             return SampledToken(token_id, None, None)
         return SampledToken(token_id, logprobs.of(token_id), logprobs.top)
@@ -86,6 +95,8 @@ class SequenceSampler:
             logits[self._bias_ids] += self._bias
         if self._penalties is not None:
             self._penalties.apply(logits)
+        if self._constraint is not None:
+            self._constraint.mask(logits)
 
     def _draw(self, logits: Floats, peak: np.float32, random: np.random.Generator) -> int:
         params = self.params
@@ -116,7 +127,7 @@ def _peak(logits: Floats) -> np.float32:
         return peak
     if peak == -np.inf:
         raise RequestError(
-            "no token is left to sample: every logit is -inf after logit_bias and min_tokens; loosen them"
+            "no token is left to sample: every logit is -inf after logit_bias, min_tokens and structured_outputs; loosen them"
         )
     raise RequestError(
         f"the model gave {peak} as a logit, so no token can be sampled; use an engine with a wider dtype"
