@@ -1,0 +1,1 @@
+"""The OpenAI-compatible server around AsyncLLM (needs the extra `serve`)."""
