@@ -25,3 +25,13 @@ def tiny_engine(tiny_checkpoint: Path) -> Path:
     path = tiny_checkpoint.parent / "engine"
     export(tiny_checkpoint, path)
     return path
+
+
+@pytest.fixture(scope="session")
+def demo_engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo checkpoint, exported."""
+    from qwenrt.exporter import export
+
+    path = tmp_path_factory.mktemp("demo") / "engine"
+    export(Path(__file__).parents[1] / "tools" / "demo" / "checkpoint", path)
+    return path

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from demo.tasks import TASKS, held_out
 
-from qwenrt.exporter import export
 from qwenrt.runtime import LLM, SamplingParams
 from tests.oracle import Oracle
 
@@ -16,10 +15,8 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=256)
 
 
 @pytest.fixture(scope="module")
-def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
-    out = tmp_path_factory.mktemp("demo") / "engine"
-    export(CHECKPOINT, out)
-    return LLM(out)
+def llm(demo_engine: Path) -> LLM:
+    return LLM(demo_engine)
 
 
 @pytest.fixture(scope="module")

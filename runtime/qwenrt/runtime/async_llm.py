@@ -159,6 +159,11 @@ class AsyncLLM:
         return self._refusal
 
     @property
+    def alive(self) -> bool:
+        """Whether the engine's thread lives."""
+        return self._thread.is_alive()
+
+    @property
     def num_running(self) -> int:
         """Requests that the engine has."""
         return len(self._running)

@@ -50,6 +50,7 @@ class LLM:
         speculative: Mapping[str, Any] | None = None,
     ) -> None:
         folder = EngineDir.open(path)
+        self.path = folder.path
         if device not in (None, "cpu"):
             raise ConfigError(f"device is {device!r}, an engine for {folder.manifest.target} runs on: cpu")
         limits = _lower_limits(

@@ -26,6 +26,7 @@ COMMANDS = {
     "export": ("export", "Turn a checkpoint into an engine folder."),
     "generate": ("generate", "Answer prompts with an engine."),
     "chat": ("chat", "Talk with an engine."),
+    "serve": ("serve", "Serve an engine over HTTP, as OpenAI does."),
     "bench": ("bench", "Measure an engine's speed and memory."),
     "inspect": ("inspect", "Show what an engine folder or a checkpoint holds."),
     "make-checkpoint": ("make_checkpoint", "Write a random-weight Qwen3 checkpoint, for benchmarks and tests."),

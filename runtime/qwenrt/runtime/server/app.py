@@ -1,0 +1,160 @@
+"""The application: which path does what."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from importlib.metadata import version
+from importlib.resources import files
+from typing import Any, Protocol
+
+from fastapi import FastAPI, Request
+from fastapi.middleware.cors import CORSMiddleware
+from fastapi.routing import APIRouter
+from pydantic import BaseModel
+from starlette.responses import HTMLResponse, Response
+
+from . import chat, completions, tokens
+from .errors import ApiError, add_error_handlers
+from .generation import Generation, Service
+from .metrics import CONTENT_TYPE
+from .middleware import BodyCheck, KeyCheck
+from .protocol import (
+    ChatCompletion,
+    ChatCompletionRequest,
+    Completion,
+    CompletionRequest,
+    DetokenizeRequest,
+    DetokenizeResponse,
+    ErrorResponse,
+    Model,
+    ModelList,
+    TokenizeRequest,
+    TokenizeResponse,
+)
+from .streaming import ClientLeftError, EventStream, until_client_leaves
+
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorResponse} for status in (400, 401, 404, 405, 408, 413, 415, 429, 500, 503, 504)
+}
+_PAGE_POLICY = (
+    "default-src 'none'; connect-src 'self'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+)
+
+
+def create_app(service: Service, *, api_keys: Sequence[str] = (), cors_origins: Sequence[str] = ()) -> FastAPI:
+    """The ASGI application that serves `service`."""
+    app = FastAPI(title="qwenrt", version=version("qwenrt"), docs_url=None, redoc_url=None, responses=_ERRORS)
+    add_error_handlers(app)
+    app.add_exception_handler(ClientLeftError, _nobody_listens)
+    app.include_router(_generation_routes(service))
+    app.include_router(_information_routes(service))
+    app.add_middleware(BodyCheck)
+    app.add_middleware(KeyCheck, keys=api_keys)
+    if cors_origins:
+        app.add_middleware(CORSMiddleware, allow_origins=cors_origins, allow_methods=["*"], allow_headers=["*"])
+    return app
+
+
+def _generation_routes(service: Service) -> APIRouter:
+    router = APIRouter()
+
+    @router.post("/v1/chat/completions", response_model=ChatCompletion)
+    async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
+        """Answer a conversation."""
+        return await _answer(request, body.stream, lambda: chat.start_chat(service, body, request.state.tenant))
+
+    @router.post("/v1/completions", response_model=Completion)
+    async def completions_(body: CompletionRequest, request: Request) -> Response:
+        """Go on with texts."""
+        return await _answer(
+            request, body.stream, lambda: completions.start_completions(service, body, request.state.tenant)
+        )
+
+    return router
+
+
+def _information_routes(service: Service) -> APIRouter:
+    router = APIRouter()
+    llm = service.llm
+    page = files(__package__).joinpath("page.html").read_text(encoding="utf-8")
+
+    @router.post("/tokenize")
+    async def tokenize(body: TokenizeRequest) -> TokenizeResponse:
+        """The tokens of a prompt or of a conversation."""
+        return await tokens.tokenize(service, body)
+
+    @router.post("/detokenize")
+    async def detokenize(body: DetokenizeRequest) -> DetokenizeResponse:
+        """The text of tokens."""
+        return await tokens.detokenize(service, body)
+
+    @router.get("/v1/models")
+    async def models() -> ModelList:
+        """The model that is served, in a list."""
+        return ModelList(object="list", data=[_model(service)])
+
+    @router.get("/v1/models/{name:path}")
+    async def model(name: str) -> Model:
+        """The model that is served."""
+        service.check_model(name)
+        return _model(service)
+
+    @router.get("/health")
+    async def health() -> dict[str, str]:
+        """Whether the engine lives; it may be shutting down."""
+        if not llm.alive:
+            raise ApiError(503, llm.refusal or "the engine stopped")
+        return {"status": "ok"}
+
+    @router.get("/ready")
+    async def ready() -> dict[str, str]:
+        """Whether requests are taken."""
+        if llm.refusal is not None:
+            raise ApiError(503, llm.refusal, retry_after=5)
+        return {"status": "ok"}
+
+    @router.get("/metrics", response_class=Response)
+    async def metrics() -> Response:
+        """Figures for Prometheus."""
+        return Response(service.metrics.text(), headers={"content-type": CONTENT_TYPE})
+
+    @router.get("/", response_class=HTMLResponse)
+    async def chat_page() -> HTMLResponse:
+        """A page to chat with the model."""
+        return HTMLResponse(page, headers={"content-security-policy": _PAGE_POLICY})
+
+    return router
+
+
+def _model(service: Service) -> Model:
+    limit = service.llm.llm.engine.limits.max_model_len
+    return Model(id=service.model, object="model", created=service.created, owned_by="qwenrt", max_model_len=limit)
+
+
+class _Job(Protocol):
+    """Something that was taken in and is given out in one way or the other."""
+
+    generation: Generation
+
+    def chunks(self) -> AsyncIterator[BaseModel]: ...
+
+    async def whole(self) -> BaseModel: ...
+
+
+async def _answer(request: Request, stream: bool | None, start: Callable[[], Coroutine[None, None, _Job]]) -> Response:
+    """Start a job and give it out; it ends when the client leaves."""
+    if stream:
+        job = await until_client_leaves(request.receive, start())
+        return EventStream(job.chunks(), job.generation.close)
+
+    async def work() -> BaseModel:
+        job = await start()
+        async with job.generation:
+            return await job.whole()
+
+    whole = await until_client_leaves(request.receive, work())
+    return Response(whole.model_dump_json(exclude_unset=True), media_type="application/json")
+
+
+async def _nobody_listens(request: Request, error: Exception) -> Response:
+    return Response(status_code=499)

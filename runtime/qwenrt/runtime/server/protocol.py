@@ -1,0 +1,461 @@
+"""What goes over the wire: OpenAI's requests and responses, with vLLM's additional fields.
+
+A field that is not here is refused by name. What values sampling parameters may have is `SamplingParams`' to say.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+MAX_PROMPTS = 256
+"""Prompts of one completion request."""
+
+# A list of a million wrong entries gives one error.
+_Strings = Annotated[list[str], Field(fail_fast=True)]
+_Ids = Annotated[list[int], Field(fail_fast=True)]
+
+
+class RequestModel(BaseModel):
+    """A JSON object with known fields only, of exactly their types."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unknown(cls, data: Any) -> Any:
+        """One error for the first unknown field, where pydantic would have one for each."""
+        if isinstance(data, dict):
+            known = {field.alias or name for name, field in cls.model_fields.items()}
+            for name in data:
+                if name not in known:
+                    raise PydanticCustomError(
+                        "unknown_field", "{field} is not supported here; leave it out", {"field": str(name)[:100]}
+                    )
+        return data
+
+
+class MessageModel(BaseModel):
+    """A part of a conversation; what clients add to one that they were given (index, refusal ...) has no effect."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+
+class ResponseModel(BaseModel):
+    """What the server says; fields that were not set are left out of the JSON."""
+
+
+class StreamOptions(RequestModel):
+    """How a stream is written."""
+
+    include_usage: bool = False
+    """End the stream with a chunk that has the usage and no choices."""
+
+
+class StructuredOutputs(RequestModel):
+    """vLLM's structured_outputs: the form of the answer; one of the fields."""
+
+    json_: str | dict[str, Any] | bool | None = Field(None, alias="json")
+    json_object: bool = False
+    regex: str | None = None
+    choice: _Strings | None = None
+    grammar: str | None = None
+
+
+class JsonSchemaFormat(RequestModel):
+    """The schema of a response_format of type json_schema."""
+
+    name: str
+    description: str | None = None
+    schema_: dict[str, Any] | bool = Field(True, alias="schema")
+    strict: bool | None = None
+    """Answers always fit the schema."""
+
+
+class ResponseFormat(RequestModel):
+    """The form of the answer."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+
+def _few_biases(value: Any) -> Any:
+    if isinstance(value, dict) and len(value) > 1024:
+        raise PydanticCustomError("too_long", "it may have 1024 entries")
+    return value
+
+
+class GenerationRequest(RequestModel):
+    """What chats and completions have in common."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    stop: str | _Strings | None = None
+    logit_bias: Annotated[dict[str, float] | None, BeforeValidator(_few_biases)] = None
+    """By token id."""
+    response_format: ResponseFormat | None = None
+    user: str | None = None
+    """Has no effect."""
+
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: _Ids | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    priority: int = 0
+    """Requests with a lower number go first."""
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: str | dict[str, Any] | bool | None = None
+    guided_regex: str | None = None
+    guided_choice: _Strings | None = None
+    guided_grammar: str | None = None
+
+    @model_validator(mode="after")
+    def _stream_options_need_a_stream(self) -> GenerationRequest:
+        if self.stream_options is not None and not self.stream:
+            raise PydanticCustomError("stream_options", "stream_options is allowed only with stream true")
+        return self
+
+
+class FunctionCall(MessageModel):
+    """A function's name and its arguments as JSON text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(MessageModel):
+    """A call that an assistant made."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class ContentPart(MessageModel):
+    """A part of a message; only texts are supported."""
+
+    type: str
+    text: str | None = None
+
+
+class ChatMessage(MessageModel):
+    """A message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
+    tool_call_id: str | None = None
+
+
+class FunctionDefinition(RequestModel):
+    """A function that the model may call."""
+
+    name: str = Field(min_length=1)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    """A JSON schema."""
+    strict: bool | None = None
+    """Whether its arguments must fit the schema, also where the model chooses whether to call it."""
+
+
+class Tool(RequestModel):
+    """A tool; only functions are supported."""
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class FunctionName(RequestModel):
+    """A function by its name."""
+
+    name: str
+
+
+class NamedToolChoice(RequestModel):
+    """The function that the model must call."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class ChatCompletionRequest(GenerationRequest):
+    """The body of POST /v1/chat/completions."""
+
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True)]
+    max_completion_tokens: int | None = None
+    """Takes the place of max_tokens; without either an answer may have as many tokens as fit."""
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    """False: at most one call where a call is required; elsewhere it is the model's choice."""
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    """"none" switches thinking off, anything else on."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Arguments of the checkpoint's chat template, such as enable_thinking."""
+    thinking_budget: int | None = None
+    """Thinking ends after so many tokens."""
+    metadata: dict[str, str] | None = None
+    """Has no effect."""
+    store: Literal[False] | None = None
+
+    @model_validator(mode="after")
+    def _logprobs_need_logprobs(self) -> ChatCompletionRequest:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise PydanticCustomError("top_logprobs", "top_logprobs needs logprobs true")
+        return self
+
+
+def _one_error(value: Any) -> Any:
+    """One error for a prompt of no kind, where pydantic would have one for each kind and entry."""
+    kinds = {type(item) for item in value} if isinstance(value, list) else set()
+    flat = kinds <= {str} or kinds <= {int}
+    nested = kinds == {list} and all(type(item) is int for inner in value for item in inner)
+    if not isinstance(value, str) and not (isinstance(value, list) and (flat or nested)):
+        raise PydanticCustomError("prompt", "it must be text, token ids, or a list of texts or of lists of token ids")
+    return value
+
+
+class CompletionRequest(GenerationRequest):
+    """The body of POST /v1/completions."""
+
+    prompt: Annotated[str | list[str] | list[int] | list[list[int]], BeforeValidator(_one_error)]
+    logprobs: int | None = None
+    echo: bool | None = None
+    best_of: int | None = None
+    suffix: str | None = None
+    """Not supported: Qwen3's models do not fill in the middle."""
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        """The prompts, one or more."""
+        prompt: Any = self.prompt
+        one = isinstance(prompt, str) or (prompt and isinstance(prompt[0], int))
+        return [prompt] if one else prompt
+
+
+class TokenizeRequest(RequestModel):
+    """The body of POST /tokenize: a prompt, or the messages of a chat."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True)] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(RequestModel):
+    """The body of POST /detokenize."""
+
+    model: str | None = None
+    tokens: _Ids
+
+
+class ErrorDetail(ResponseModel):
+    """What went wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorResponse(ResponseModel):
+    """The body of every error."""
+
+    error: ErrorDetail
+
+
+class PromptTokensDetails(ResponseModel):
+    """Of the prompt's tokens."""
+
+    cached_tokens: int
+
+
+class CompletionTokensDetails(ResponseModel):
+    """Of the generated tokens."""
+
+    reasoning_tokens: int
+
+
+class Usage(ResponseModel):
+    """How many tokens a request took."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    """Generated tokens of all choices, with those that end them."""
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
+
+
+class TopLogprob(ResponseModel):
+    """A token and its log-probability."""
+
+    token: str
+    logprob: float
+    """Natural logarithm, -9999 at the least."""
+    bytes: list[int]
+
+
+class TokenLogprob(TopLogprob):
+    """A generated token, and the most likely ones in its place."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(ResponseModel):
+    """Of all tokens of a choice, those of thinking and of tool calls too."""
+
+    content: list[TokenLogprob]
+
+
+class CalledFunction(ResponseModel):
+    """A function's name and its arguments as JSON text, or what a chunk has of them."""
+
+    name: str | None = None
+    arguments: str
+
+
+class ToolCallOut(ResponseModel):
+    """A call that the model makes, or what a chunk has of it (by index)."""
+
+    index: int
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: CalledFunction
+
+
+class ChatMessageOut(ResponseModel):
+    """An answer, or what a chunk has of it."""
+
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCallOut] | None = None
+
+
+FinishReason = Literal["stop", "length", "tool_calls"]
+
+
+class ChatChoice(ResponseModel):
+    """One of n answers."""
+
+    index: int
+    message: ChatMessageOut
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason
+    stop_reason: int | str | None = None
+    """The stop string or stop token id that ended it, as in vLLM."""
+
+
+class ChatCompletion(ResponseModel):
+    """The answer to a chat."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class ChatChunkChoice(ResponseModel):
+    """What a chunk has of one of n answers."""
+
+    index: int
+    delta: ChatMessageOut
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None = None
+
+
+class ChatChunk(ResponseModel):
+    """A piece of a streamed chat."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | None = None
+
+
+class CompletionLogprobs(ResponseModel):
+    """Of the tokens of a choice."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class CompletionChoice(ResponseModel):
+    """One answer, or what a chunk has of it."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None = None
+
+
+class Completion(ResponseModel):
+    """The answers to prompts, or a piece of them in a stream."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+
+
+class Model(ResponseModel):
+    """The model that is served."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int
+
+
+class ModelList(ResponseModel):
+    """All models that are served: one."""
+
+    object: Literal["list"]
+    data: list[Model]
+
+
+class TokenizeResponse(ResponseModel):
+    """The tokens of a text."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeResponse(ResponseModel):
+    """The text of tokens."""
+
+    prompt: str

@@ -1,0 +1,116 @@
+"""The server's life: listen, load, serve, and on SIGTERM or SIGINT finish what was accepted."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import uvicorn
+
+from qwenrt.plugins import ConfigError
+
+from ..async_llm import AsyncLLM
+from ..llm import LLM
+from .app import create_app
+from .generation import Service
+from .sampling import recommended_sampling
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """How a model is served."""
+
+    model: str
+    """The name that requests give it."""
+    api_keys: Sequence[str] = ()
+    """Without one, everybody is served."""
+    cors_origins: Sequence[str] = ()
+    """Web pages of these origins may use the server."""
+    max_queue: int = 256
+    """Requests that may wait."""
+    request_timeout: float | None = None
+    """Seconds that a request may take."""
+    drain_timeout: float = 30.0
+    """Seconds that accepted requests get to finish when the server is told to stop."""
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that is bound but does not listen yet; port 0 takes a free one. Raises ConfigError if that cannot be had."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        bound = socket.socket(family, kind, protocol)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"cannot listen on {host} port {port}: {reason}; choose another --host or --port") from None
+    return bound
+
+
+def serve(llm: LLM, bound: socket.socket, options: ServerOptions, started: Callable[[], None]) -> None:
+    """Serve until SIGTERM or SIGINT; `started` is called when requests are taken.
+
+    The first signal ends the taking of requests; those accepted are finished, or failed when `drain_timeout` is over. A second
+    one ends at once.
+    """
+    asyncio.run(_Life(llm, bound, options, started).run())
+
+
+class _Life:
+    def __init__(self, llm: LLM, bound: socket.socket, options: ServerOptions, started: Callable[[], None]) -> None:
+        self._llm = llm
+        self._bound = bound
+        self._options = options
+        self._started = started
+        self._draining: asyncio.Task[None] | None = None
+
+    async def run(self) -> None:
+        options = self._options
+        llm = AsyncLLM(self._llm, max_queue=options.max_queue, request_timeout=options.request_timeout)
+        service = Service(llm, options.model, recommended_sampling(self._llm.path))
+        app = create_app(service, api_keys=options.api_keys, cors_origins=options.cors_origins)
+        config = uvicorn.Config(
+            app, lifespan="off", log_config=None, access_log=False, server_header=False, timeout_graceful_shutdown=10
+        )
+        server = _Server(config, self._started)
+        loop = asyncio.get_running_loop()
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(signum, self._stop, server, llm)
+        await server.serve([self._bound])
+        await llm.close()
+
+    def _stop(self, server: uvicorn.Server, llm: AsyncLLM) -> None:
+        if self._draining is not None:
+            server.should_exit = server.force_exit = True
+            return
+        self._draining = asyncio.ensure_future(self._drain(server, llm))
+
+    async def _drain(self, server: uvicorn.Server, llm: AsyncLLM) -> None:
+        """Connections are still accepted meanwhile: a refusal in words is better than a closed port."""
+        await llm.drain(self._options.drain_timeout)
+        server.should_exit = True
+
+
+class _Server(uvicorn.Server):
+    """Leaves the signals to us, and tells when it has started."""
+
+    def __init__(self, config: uvicorn.Config, started: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._tell = started
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._tell()
