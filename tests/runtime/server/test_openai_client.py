@@ -261,10 +261,10 @@ def test_the_model_calls_a_tool_and_answers_with_its_result(client: OpenAI) -> N
     messages = [
         *example.messages,
         choice.message.model_dump(),
-        {"role": "tool", "tool_call_id": call.id, "content": "the kettle"},
+        {"role": "tool", "tool_call_id": call.id, "content": "winter 42"},
     ]
     final = ask(client, messages, tools=example.tools).choices[0]
-    assert (final.message.content, final.finish_reason) == ("the kettle", "stop")
+    assert (final.message.content, final.finish_reason) == ("winter 42", "stop")
 
 
 @pytest.mark.parametrize(
