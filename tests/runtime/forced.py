@@ -17,14 +17,15 @@ PROMPT = [65, 66, 67]
 class ForcedBackend:
     """Gives token i of the list all the probability at the i-th generated position; after the list, id 0."""
 
-    def __init__(self, tokens: Sequence[int], vocab_size: int) -> None:
+    def __init__(self, tokens: Sequence[int], vocab_size: int, num_prompt: int = len(PROMPT)) -> None:
         self.tokens = list(tokens)
         self.vocab_size = vocab_size
+        self.num_prompt = num_prompt
 
     def execute(self, inputs: StepInputs) -> npt.NDArray[np.float32]:
         logits = np.full((len(inputs.logits_indices), self.vocab_size), -20.0, np.float32)
         for row, index in enumerate(inputs.logits_indices):
-            place = int(inputs.positions[index]) - (len(PROMPT) - 1)
+            place = int(inputs.positions[index]) - (self.num_prompt - 1)
             logits[row, self.tokens[place] if place < len(self.tokens) else 0] = 20.0
         return logits
 
