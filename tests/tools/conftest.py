@@ -1,15 +1,17 @@
-"""Running a command line inside the test's own process, which is faster; `command.qwenrt` runs it as a process."""
+"""Running a command line inside the test process, which is faster than `command.qwenrt`, and servers for those that need one."""
 
 from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from qwenrt.tools import cli
+
+from .openai_server import Respond, Serve, Server
 
 Here = Callable[..., tuple[int, str, str]]
 
@@ -26,3 +28,16 @@ def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
         return status, *capsys.readouterr()
 
     return run
+
+
+@pytest.fixture
+def serve() -> Iterator[Serve]:
+    servers: list[Server] = []
+
+    def start(respond: Respond) -> Server:
+        servers.append(Server(respond))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.close()

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +20,7 @@ from qwenrt.runtime import LLM, SamplingParams
 from ..checkpoints import write_checkpoint
 from .command import ENVIRONMENT, qwenrt
 from .conftest import Here
+from .openai_server import Respond, Serve
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 
@@ -158,3 +160,56 @@ def test_ctrl_c_at_the_prompt_ends_the_chat(tiny_engine: Path) -> None:
     assert "qwenrt: error: interrupted" in terminal.until("interrupted")
     assert terminal.process.wait(timeout=30) == 130
     os.close(terminal.master)
+
+
+def delta(**fields: str) -> dict[str, Any]:
+    return {"choices": [{"delta": fields}]}
+
+
+def test_a_conversation_with_a_server_streams_and_remembers(serve: Serve, here: Here) -> None:
+    server = serve(
+        lambda body: [
+            delta(role="assistant"),
+            delta(reasoning_content="hm"),
+            delta(reasoning_content="m"),
+            delta(content=f"answer {len(body['messages'])}"),
+        ]
+    )
+    options = ("--url", server.url, "--system", "s", "--thinking", "--max-tokens", "8", "--stop", "x")
+    status, stdout, stderr = here("chat", *options, stdin="one\ntwo\n")
+    answers = [f"<think>\nhmm\n</think>\n\nanswer {count}" for count in (2, 4)]
+    assert (status, stdout, stderr) == (0, "".join(f"{answer}\n" for answer in answers), "")
+    first, second = server.bodies
+    assert first["path"] == "/v1/chat/completions"
+    assert first["chat_template_kwargs"] == {"enable_thinking": True}
+    assert (first["model"], first["temperature"], first["max_tokens"], first["stop"]) == ("the-model", 0.0, 8, ["x"])
+    assert "top_k" not in first
+    assert [message["content"] for message in second["messages"]] == ["s", "one", answers[0], "two"]
+
+
+@pytest.mark.parametrize(
+    ("respond", "message"),
+    [
+        (lambda body: 400, "the server answered 400: no room"),
+        (lambda body: [delta(content="a"), {"error": {"message": "failed"}}], "the server ended the answer: failed"),
+        (lambda body: [{}], "the answer broke off (KeyError"),
+    ],
+)
+def test_a_message_that_a_server_refuses_is_reported_and_forgotten(
+    serve: Serve, here: Here, respond: Respond, message: str
+) -> None:
+    server = serve(respond)
+    status, _, stderr = here("chat", "--url", server.url, stdin="one\ntwo\n")
+    assert status == 1
+    assert message in stderr
+    assert len(server.bodies[1]["messages"]) == 1
+
+
+def test_a_chat_needs_an_engine_or_a_server(here: Here, tiny_engine: Path) -> None:
+    for arguments in ((), (tiny_engine, "--url", "http://127.0.0.1:9/v1")):
+        status, _, stderr = here("chat", *arguments)
+        assert status == 2
+        assert "give an ENGINE folder, or --url" in stderr
+    status, _, stderr = here("chat", "--url", "http://127.0.0.1:9/v1")
+    assert status == 1
+    assert "http://127.0.0.1:9/v1/models names no model" in stderr

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -20,6 +21,7 @@ from rich.text import Text
 from qwenrt.plugins import QwenrtError
 from qwenrt.runtime import EngineDir
 
+from .load.command import LOAD_ONLY, load_options, run_load
 from .loading import engine_arguments
 from .options import engine_options
 from .progress import Spinner, spinner
@@ -28,23 +30,39 @@ _ITEM_SIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 @click.command()
-@click.argument("engine")
+@click.argument("engine", required=False)
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the JSON to a file, not to stdout.")
 @click.option("--repeats", type=click.IntRange(1, 100), default=3, show_default=True, help="Runs of each measurement.")
 @engine_options
-def command(engine: str, json_file: Path | None, repeats: int, **options: Any) -> None:
-    """Measure an engine's speed and memory.
+@load_options
+@click.pass_context
+def command(ctx: click.Context, /, engine: str | None, json_file: Path | None, repeats: int, **options: Any) -> None:
+    """Measure an engine's speed and memory, or a server's under load.
 
     Random prompts, greedy, no end-of-text: prefill of 512 tokens; decoding 128 tokens after 16 alone; 16 requests of 128 + 64
     tokens together. A smaller engine gets smaller work, and the result says which. Each measurement runs in a fresh process; the
     values are medians of its runs. The read bandwidth of memory is measured around them, to say what share of it decoding
     reaches. JSON goes to stdout or the file, a table to stderr.
 
+    With --url, any OpenAI-compatible server is loaded instead: streamed completions of random prompts, closed loop
+    (--concurrency) or open loop (--rate), with throughput, time to first token and time between tokens.
+
     \b
     Examples:
       qwenrt bench engines/qwen3-0.6b > bench.json
       qwenrt bench engines/qwen3-0.6b --json bench.json --threads 2 --repeats 5
+      qwenrt bench --url http://127.0.0.1:8000/v1 --concurrency 16 --words 64-256 --new-tokens 128
     """
+    given = {name for name in ctx.params if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE}
+    if (engine is None) == (options["url"] is None):
+        raise click.UsageError("give an ENGINE folder, or --url with a server's address")
+    wrong = given - {"url", "json_file"} - LOAD_ONLY if engine is None else given & LOAD_ONLY
+    if wrong:
+        name = sorted(wrong)[0].replace("_", "-")
+        raise click.UsageError(f"--{name} says nothing about {'a server' if engine is None else 'an engine folder'}")
+    if engine is None:
+        run_load(options, json_file)
+        return
     folder = EngineDir.open(engine)
     arguments = engine_arguments(options)
     threads = arguments["threads"] or len(os.sched_getaffinity(0))
