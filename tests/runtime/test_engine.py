@@ -97,7 +97,7 @@ def test_an_empty_prompt_is_refused(llm: LLM, prompt: Any) -> None:
         ([[1, True]], "token id True"),
         ([[1, "a"]], "token id 'a'"),
         ([[1, 1.5]], "token id 1.5"),
-        (["fine", 7], "a prompt is int"),
+        (["fine", 7], "prompt is a int"),
     ],
 )
 def test_a_bad_prompt_is_refused_by_what_is_wrong_with_it(llm: LLM, prompt: Any, message: str) -> None:

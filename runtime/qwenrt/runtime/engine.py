@@ -46,7 +46,7 @@ class StepTimings:
             setattr(self, name, getattr(self, name) + perf_counter() - start)
 
 
-class _Job:
+class Job:
     """What a caller asked for at once: one prompt and its n answers."""
 
     def __init__(self, request_id: str, prompt: str | None, completions: list[Completion]) -> None:
@@ -111,8 +111,8 @@ class LLMEngine:
         self.runner = ModelRunner(limits, manifest.block_size)
         self.timings = StepTimings()
         self.speculator = Speculator(speculative) if speculative else None
-        self._jobs: dict[str, _Job] = {}
-        self._answers: dict[Request, tuple[_Job, Completion]] = {}
+        self._jobs: dict[str, Job] = {}
+        self._answers: dict[Request, tuple[Job, Completion]] = {}
         self._grammars = GrammarCompiler(tokenizer, manifest.model.vocab_size, manifest.eos_token_ids)
         self._plan: StepPlan | None = None
 
@@ -123,12 +123,13 @@ class LLMEngine:
         params: SamplingParams,
         *,
         add_special_tokens: bool = True,
-    ) -> None:
+    ) -> Job:
         """Queue a prompt (text or token ids); raises RequestError, and changes nothing, if it cannot be served.
 
-        add_special_tokens: as `Tokenizer.encode` has it; False for a rendered chat template.
+        add_special_tokens: as `Tokenizer.encode` has it; False for a rendered chat template. The job is for a caller who looks at
+        it rather than at what every step returns.
         """
-        self.submit(request_id, self.prepare(prompt, params, add_special_tokens=add_special_tokens))
+        return self.submit(request_id, self.prepare(prompt, params, add_special_tokens=add_special_tokens))
 
     def prepare(
         self, prompt: str | Sequence[int], params: SamplingParams, *, add_special_tokens: bool = True
@@ -137,11 +138,9 @@ class LLMEngine:
 
         Safe to call from any thread.
         """
-        if isinstance(prompt, str):
-            most = self.limits.max_model_len
-            token_ids = self.tokenizer.encode(prompt, max_tokens=most, add_special_tokens=add_special_tokens)
-        else:
-            token_ids = list(prompt)
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"params is a {type(params).__name__}; it must be a SamplingParams")
+        token_ids = self._token_ids(prompt, add_special_tokens)
         max_tokens = self._check(token_ids, params)
         if params.thinking_budget is not None and ThinkingTokens.of(self.tokenizer) is None:
             raise RequestError("thinking_budget needs a model that thinks: this one's tokenizer has no token <think>")
@@ -149,12 +148,12 @@ class LLMEngine:
         matcher = None if structured is None else self._grammars.compile(structured.source)
         return PreparedRequest(prompt if isinstance(prompt, str) else None, token_ids, params, max_tokens, matcher)
 
-    def submit(self, request_id: str, prepared: PreparedRequest) -> None:
+    def submit(self, request_id: str, prepared: PreparedRequest) -> Job:
         """Queue a prepared request; raises RequestError if its id is in use."""
         if request_id in self._jobs:
             raise RequestError(f"request_id {request_id!r} is in use; abort it first or choose another")
         params, token_ids = prepared.params, prepared.token_ids
-        job = _Job(request_id, prepared.prompt, [])
+        job = Job(request_id, prepared.prompt, [])
         eos_token_ids = frozenset(self.manifest.eos_token_ids)
         for index in range(params.n):
             request = Request(
@@ -173,6 +172,7 @@ class LLMEngine:
             self._answers[request] = (job, completion)
             self.scheduler.add(request)
         self._jobs[request_id] = job
+        return job
 
     def _constraint(self, prepared: PreparedRequest) -> Constraint | None:
         budget, matcher = prepared.params.thinking_budget, prepared.matcher
@@ -213,6 +213,14 @@ class LLMEngine:
             )
         return max_tokens
 
+    def _token_ids(self, prompt: str | Sequence[int], add_special_tokens: bool) -> list[int]:
+        if isinstance(prompt, bytes | bytearray | memoryview) or not isinstance(prompt, Sequence):
+            raise RequestError(f"prompt is a {type(prompt).__name__}; it must be text or a list of token ids")
+        if isinstance(prompt, str):
+            most = self.limits.max_model_len
+            return self.tokenizer.encode(prompt, max_tokens=most, add_special_tokens=add_special_tokens)
+        return list(prompt)
+
     def has_unfinished_requests(self) -> bool:
         """Whether there is anything to step for."""
         return bool(self._jobs)
@@ -241,7 +249,7 @@ class LLMEngine:
         """
         return [job.output() for job in self.step_jobs()]
 
-    def step_jobs(self) -> list[_Job]:
+    def step_jobs(self) -> list[Job]:
         """`step` without building outputs: the jobs that have something new."""
         timings = self.timings
         started = perf_counter()
@@ -284,8 +292,8 @@ class LLMEngine:
                 room = request.max_tokens - request.num_generated - 1
                 request.drafts = request.drafter.propose(request.token_ids, room=room, sequences=len(running))
 
-    def _process(self, sampling: list[Chunk], sampled: list[list[SampledToken] | RequestError]) -> list[_Job]:
-        changed: dict[_Job, None] = {}
+    def _process(self, sampling: list[Chunk], sampled: list[list[SampledToken] | RequestError]) -> list[Job]:
+        changed: dict[Job, None] = {}
         for chunk, new in zip(sampling, sampled, strict=True):
             job, completion = self._answers[chunk.request]
             if isinstance(new, RequestError):

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 from qwenrt.plugins import ConfigError, RequestError
 
 from .backends import load_backend
-from .engine import LLMEngine
+from .engine import Job, LLMEngine
 from .engine_dir import EngineDir, Limits
 from .kv_budget import choose_num_kv_blocks
 from .outputs import RequestOutput
@@ -25,7 +26,7 @@ Message = Mapping[str, Any]
 
 
 class LLM:
-    """An engine folder, loaded.
+    """An engine folder, loaded. Threads that share one take turns, a call of `generate` or `chat` each.
 
     path: the engine folder. backend: "onnxruntime" (default) or "torch". device: "cpu". max_num_seqs, max_num_batched_tokens,
     max_model_len: lower the folder's limits. num_kv_blocks or kv_memory (bytes): size of the KV pool; by default as much as all
@@ -59,23 +60,28 @@ class LLM:
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=max_model_len,
         )
-        if threads is None:
-            threads = len(os.sched_getaffinity(0))
-        elif not 1 <= threads <= 1024:
-            raise ConfigError(f"threads is {threads}, must be 1 to 1024")
+        threads = len(os.sched_getaffinity(0)) if threads is None else _integer("threads", threads, 1024)
+        for name, value in (("num_kv_blocks", num_kv_blocks), ("kv_memory", kv_memory)):
+            if value is not None:
+                _integer(name, value, 2**31 - 1 if name == "num_kv_blocks" else 2**63 - 1)
+        if not isinstance(enable_prefix_caching, bool):
+            raise ConfigError(f"enable_prefix_caching is {enable_prefix_caching!r}, must be True or False")
         num_kv_blocks = choose_num_kv_blocks(folder.manifest, limits, num_kv_blocks, kv_memory)
         tokenizer = Tokenizer.from_dir(folder.path)
         self.chat_template = ChatTemplate.from_dir(folder.path)
         self.engine = LLMEngine(
             folder.manifest,
             limits,
-            load_backend(backend or "onnxruntime", folder, num_kv_blocks=num_kv_blocks, threads=threads),
+            load_backend(
+                "onnxruntime" if backend is None else backend, folder, num_kv_blocks=num_kv_blocks, threads=threads
+            ),
             tokenizer,
             num_kv_blocks=num_kv_blocks,
             enable_prefix_caching=enable_prefix_caching,
             speculative=None if speculative is None else SpeculativeConfig.from_mapping(speculative),
         )
         self._ids = itertools.count()
+        self._turn = threading.RLock()
 
     def generate(
         self,
@@ -95,20 +101,29 @@ class LLM:
         batch = _as_batch(prompts)
         every = _one_each(params, len(batch))
         ids = [f"generate-{next(self._ids)}" for _ in batch]
-        done: dict[str, RequestOutput] = {}
-        try:
-            for request_id, prompt, one in zip(ids, batch, every, strict=True):
-                self.engine.add_request(request_id, prompt, one, add_special_tokens=add_special_tokens)
-            while len(done) < len(ids):
-                for job in self.engine.step_jobs():
-                    if job.finished:
-                        done[job.request_id] = job.output()
-                    if on_output is not None:
-                        on_output(done.get(job.request_id) or job.output())
-        finally:
-            for request_id in ids:
-                self.engine.abort(request_id)
-        return [done[request_id] for request_id in ids]
+        with self._turn:
+            try:
+                jobs = [
+                    self.engine.add_request(*request, add_special_tokens=add_special_tokens)
+                    for request in zip(ids, batch, every, strict=True)
+                ]
+                self._run(jobs, on_output)
+            finally:
+                for request_id in ids:
+                    self.engine.abort(request_id)
+        return [job.output() for job in jobs]
+
+    def _run(self, jobs: Sequence[Job], on_output: Callable[[RequestOutput], None] | None) -> None:
+        """Step until `jobs` are finished, in whatever step and by whatever means that happens."""
+        own = set(jobs)
+        pending = list(reversed(jobs))
+        while pending:
+            if pending[-1].finished:
+                pending.pop()
+                continue
+            for job in self.engine.step_jobs():
+                if on_output is not None and job in own:
+                    on_output(job.output())
 
     def chat(
         self,
@@ -120,12 +135,10 @@ class LLM:
         on_output: Callable[[RequestOutput], None] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation (a list of {"role", "content"} messages) or many, through the checkpoint's chat template."""
-        if not messages:
-            raise RequestError("messages is empty; give at least one message")
-        conversations = [messages] if isinstance(messages[0], Mapping) else messages
+        given = _items("messages", messages, "a list of messages, or of such lists")
+        conversations = [given] if isinstance(given[0], Mapping) else given
         prompts = [
-            self.render(conversation, tools=tools, enable_thinking=enable_thinking)  # type: ignore[arg-type]
-            for conversation in conversations
+            self.render(conversation, tools=tools, enable_thinking=enable_thinking) for conversation in conversations
         ]
         return self.generate(prompts, params, add_special_tokens=False, on_output=on_output)
 
@@ -142,16 +155,20 @@ class LLM:
         return self.chat_template.render(messages, tools=tools, enable_thinking=enable_thinking)
 
 
+def _integer(name: str, value: object, high: int, remedy: str = "") -> int:
+    if type(value) is not int or not 1 <= value <= high:
+        raise ConfigError(f"{name} is {value!r}, must be an integer from 1 to {high}{remedy}")
+    return value
+
+
 def _lower_limits(limits: Limits, **wanted: int | None) -> Limits:
     """The folder's limits with those lowered that were given."""
-    values = {}
-    for field in fields(limits):
-        limit, value = getattr(limits, field.name), wanted[field.name]
-        if value is not None and not 1 <= value <= limit:
-            raise ConfigError(
-                f"{field.name} is {value}, this engine takes 1 to {limit}; export it again with a higher limit"
+    values = dataclasses.asdict(limits)
+    for name, limit in values.items():
+        if wanted[name] is not None:
+            values[name] = _integer(
+                name, wanted[name], limit, ", the engine's limit; export it again with a higher one"
             )
-        values[field.name] = limit if value is None else value
     if values["max_num_seqs"] > values["max_num_batched_tokens"]:
         raise ConfigError(
             f"max_num_seqs is {values['max_num_seqs']} and max_num_batched_tokens {values['max_num_batched_tokens']}; "
@@ -160,23 +177,27 @@ def _lower_limits(limits: Limits, **wanted: int | None) -> Limits:
     return Limits(**values)
 
 
-def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+def _items(name: str, value: object, allowed: str) -> list[Any]:
+    """What a sequence or an iterator gives; raises RequestError if it has no order, is text, bytes or empty."""
+    if isinstance(value, str | bytes | bytearray | memoryview | Mapping | Set) or not isinstance(value, Iterable):
+        raise RequestError(f"{name} is a {type(value).__name__}; it must be {allowed}")
+    items = list(value)
+    if not items:
+        raise RequestError(f"{name} is empty; give at least one")
+    return items
+
+
+def _as_batch(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
-    batch = list(prompts)
-    if not batch:
-        raise RequestError("prompts is empty; give at least one prompt")
-    if all(isinstance(item, int) for item in batch):
-        return [batch]  # type: ignore[list-item]
-    for item in batch:
-        if not isinstance(item, (str, Sequence)):
-            raise RequestError(f"a prompt is {type(item).__name__}; prompts are text or lists of token ids")
-    return batch  # type: ignore[return-value]
+    batch = _items("prompts", prompts, "text or token ids, or a list of such prompts")
+    return [batch] if all(isinstance(item, int) for item in batch) else batch
 
 
-def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:
+def _one_each(params: SamplingParams | Iterable[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
-    if len(params) != count:
-        raise RequestError(f"{len(params)} sampling parameters for {count} prompts; give one for all or one each")
-    return params
+    every = _items("params", params, "SamplingParams, or a list of them")
+    if len(every) != count:
+        raise RequestError(f"{len(every)} sampling parameters for {count} prompts; give one for all or one each")
+    return every

@@ -37,8 +37,14 @@ class OnnxRuntimeBackend:
         self._binding = self._session.io_binding()
         model = manifest.model
         shape = (num_kv_blocks, 2, model.num_kv_heads, manifest.block_size, model.head_dim)
-        # Zeroed by the kernel page by page, when a block is first used.
-        self._kv_caches = [np.zeros(shape, _KV_DTYPES[manifest.kv_dtype]) for _ in range(model.num_layers)]
+        try:
+            # Zeroed by the kernel page by page, when a block is first used.
+            self._kv_caches = [np.zeros(shape, _KV_DTYPES[manifest.kv_dtype]) for _ in range(model.num_layers)]
+        except MemoryError:
+            size = num_kv_blocks * manifest.block_size * manifest.kv_bytes_per_token / 1e9
+            raise ConfigError(
+                f"{num_kv_blocks} KV blocks take {size:.1f} GB, which this machine cannot give; lower num_kv_blocks or kv_memory"
+            ) from None
         for layer, cache in enumerate(self._kv_caches):
             for name, bind in (
                 (f"kv_cache.{layer}", self._binding.bind_input),
