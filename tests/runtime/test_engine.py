@@ -164,6 +164,14 @@ def test_a_stream_under_preemption_repeats_and_loses_nothing(llm: LLM) -> None:
     assert list(seen.values()) == [output.outputs[0].token_ids for output in final]
 
 
+def test_tokens_found_again_after_a_preemption_are_no_cached_prompt(engine_dir: Path) -> None:
+    llm = small_kv(engine_dir, num_kv_blocks=6)
+    prompts = [ids(3, seed) for seed in range(2)]
+    outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True))
+    assert llm.engine.scheduler.num_preemptions > 0
+    assert [output.num_cached_tokens for output in outputs] == [0, 0]
+
+
 def test_more_answers_than_sequences_all_return(engine_dir: Path) -> None:
     llm = small_kv(engine_dir, max_num_seqs=2)
     params = SamplingParams(temperature=1.0, seed=1, n=3, max_tokens=8, ignore_eos=True)

@@ -66,7 +66,7 @@ class Job:
             prompt_token_ids=first.token_ids[: first.num_prompt],
             outputs=[completion.output() for completion in self.completions],
             finished=self.finished,
-            num_cached_tokens=first.num_cached,
+            num_cached_tokens=first.num_cached or 0,
         )
 
     def take_delta(self) -> RequestDelta:

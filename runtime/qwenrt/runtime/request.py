@@ -43,8 +43,8 @@ class Request:
     block_hashes: list[bytes] = field(default_factory=list)
     """Chained hashes of the full blocks of `token_ids`, extended when they are asked for."""
     status: RequestStatus = RequestStatus.WAITING
-    num_cached: int = 0
-    """Tokens that the last admission found in the prefix cache."""
+    num_cached: int | None = None
+    """Prompt tokens that the first admission found in the prefix cache; None before."""
     num_preemptions: int = 0
 
     @property

@@ -183,7 +183,9 @@ class Scheduler:
     def _start(self, request: Request, hits: list[int]) -> None:
         self.pool.acquire(hits)
         request.block_ids.extend(hits)
-        request.num_computed = request.num_cached = len(hits) * self.block_size
+        request.num_computed = len(hits) * self.block_size
+        if request.num_cached is None:
+            request.num_cached = request.num_computed
         request.status = RequestStatus.RUNNING
         self.running.append(request)
 
