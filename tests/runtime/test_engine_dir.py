@@ -6,12 +6,15 @@ import multiprocessing
 import os
 import signal
 import time
+from collections import Counter
+from multiprocessing.queues import Queue
+from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from qwenrt.runtime import ConfigError, EngineDir, EngineManifest
+from qwenrt.runtime import ConfigError, EngineDir, EngineManifest, engine_dir
 from qwenrt.runtime.engine_dir import Limits, ModelSpec, write_engine_dir
 
 MANIFEST = EngineManifest(
@@ -115,6 +118,83 @@ def test_an_engine_is_replaced_only_when_asked(tmp_path: Path) -> None:
     assert EngineDir.open(out).file("model.safetensors").read_text() == "other weights"
 
 
+def count_absences(path: Path, absences: Synchronized[int], stop: Path) -> None:
+    while not stop.exists():
+        absences.value += not path.exists()
+
+
+def test_an_engine_that_is_replaced_is_there_all_the_time(tmp_path: Path) -> None:
+    write(tmp_path / "out")
+    context = multiprocessing.get_context("fork")
+    absences = context.Value("i", 0)
+    watcher = context.Process(
+        target=count_absences, args=(tmp_path / "out" / "engine.json", absences, tmp_path / "stop")
+    )
+    watcher.start()
+    for round_ in range(100):
+        write(tmp_path / "out", overwrite=True, text=str(round_))
+    (tmp_path / "stop").touch()
+    watcher.join()
+    assert absences.value == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "stop"]
+
+
+def write_many(out: Path, overwrite: bool, outcomes: Queue[str]) -> None:
+    for _ in range(50):
+        try:
+            write(out, overwrite=overwrite)
+            outcomes.put("written")
+        except BaseException as error:
+            outcomes.put(str(error).replace(str(out), "OUT"))
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_writers_of_one_folder_at_once_end_with_a_whole_one(tmp_path: Path, overwrite: bool) -> None:
+    context = multiprocessing.get_context("fork")
+    outcomes: Queue[str] = context.Queue()
+    writers = [context.Process(target=write_many, args=(tmp_path / "out", overwrite, outcomes)) for _ in range(4)]
+    for writer in writers:
+        writer.start()
+    counts = Counter(outcomes.get(timeout=60) for _ in range(200))
+    for writer in writers:
+        writer.join()
+    exists = "engine folder OUT exists; choose another name or pass --force to replace it"
+    assert counts == ({"written": 200} if overwrite else {"written": 1, exists: 199})
+    EngineDir.open(tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_where_folders_cannot_be_exchanged_a_failure_puts_the_old_engine_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    write(out, text="old")
+    monkeypatch.setattr(engine_dir, "_exchanged", lambda one, other: False)
+    write(out, overwrite=True, text="new")
+    assert EngineDir.open(out).file("model.safetensors").read_text() == "new"
+    rename = Path.rename
+
+    def fail(path: Path, target: Path) -> Path:
+        if target == out and not path.name.endswith("-replaced"):
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", fail)
+    with pytest.raises(KeyboardInterrupt):
+        write(out, overwrite=True, text="newer")
+    assert EngineDir.open(out).file("model.safetensors").read_text() == "new"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("name", ["a*", "[ab]", "a**b", "a b\nc", "?", "ü\udcff", "-f"])
+def test_any_name_will_do_and_only_its_own_leftovers_are_removed(tmp_path: Path, name: str) -> None:
+    for leftover in (f".{name}.partial-1", ".aab.partial-1", ".a.partial-1", ".b.partial-1"):
+        (tmp_path / leftover).mkdir()
+    write(tmp_path / name)
+    EngineDir.open(tmp_path / name)
+    assert {path.name for path in tmp_path.iterdir()} == {name, ".aab.partial-1", ".a.partial-1", ".b.partial-1"}
+
+
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_what_is_not_an_engine_folder_is_never_replaced(tmp_path: Path, overwrite: bool) -> None:
     (tmp_path / "precious").mkdir()
@@ -137,6 +217,8 @@ def test_a_parent_that_cannot_be_made_is_one_clear_error(tmp_path: Path) -> None
     ("changes", "message"),
     [
         ({"format_version": 2}, "format_version is 2, this qwenrt reads 1"),
+        ({"block_size": 10**4000}, "block_size must be int, not '1000.{36}'"),
+        ({"model": {**dataclasses.asdict(MANIFEST.model), "rope_theta": 10**400}}, "model.rope_theta must be float"),
         ({"format_version": "1"}, "format_version is '1'"),
         ({"surprise": 1}, "field surprise is unknown"),
         ({"block_size": 0}, "block_size is 0"),
@@ -162,7 +244,7 @@ def test_a_wrong_manifest_is_refused_by_field(tmp_path: Path, changes: dict[str,
 def test_a_manifest_that_is_no_json_text_is_refused(tmp_path: Path) -> None:
     write(tmp_path / "out")
     path = tmp_path / "out" / "engine.json"
-    for content in (b"", b"{", b"[" * 100_000, b"\xff", b"[]", b" " * (2 << 20)):
+    for content in (b"", b"{", b"[" * 100_000, b"\xff", b"[]", b" " * (2 << 20), b"9" * 5000):
         path.write_bytes(content)
         with pytest.raises(ConfigError, match=r"engine\.json"):
             EngineDir.open(tmp_path / "out")

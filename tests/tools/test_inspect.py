@@ -110,7 +110,12 @@ def test_wrong_files_of_an_engine_are_named(engine: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(b"{", "engine.json is not JSON"), (b"\xff\xfe", "engine.json is not JSON"), (b"{}", "format_version is None")],
+    [
+        (b"{", "engine.json is not JSON"),
+        (b"\xff\xfe", "engine.json is not UTF-8"),
+        (b"{}", "format_version is None"),
+        (b" " * (2 << 20), "is larger than 1048576 bytes"),
+    ],
 )
 def test_a_manifest_that_cannot_be_read_is_named(engine: Path, content: bytes, message: str) -> None:
     (engine / "engine.json").write_bytes(content)

@@ -7,13 +7,15 @@ renamed when it is whole, so a folder that has its final name is complete.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import fcntl
 import hashlib
 import json
-import math
 import os
+import secrets
 import shutil
+import sys
 import typing
 from collections.abc import Iterator
 from pathlib import Path
@@ -100,11 +102,23 @@ class EngineManifest:
         return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
 
     @classmethod
+    def from_file(cls, path: Path) -> EngineManifest:
+        """Read and check a manifest; raises ConfigError naming the file or the field that is wrong."""
+        try:
+            if path.stat().st_size > _MAX_MANIFEST_BYTES:
+                raise ConfigError(f"{path} is larger than {_MAX_MANIFEST_BYTES} bytes; export the engine again")
+            return cls.from_json(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(f"cannot read {path}: {error.strerror}; export the engine again") from None
+        except UnicodeDecodeError:
+            raise ConfigError(f"{path} is not UTF-8; export the engine again") from None
+
+    @classmethod
     def from_json(cls, text: str) -> EngineManifest:
         """Parse and check a manifest; raises ConfigError naming the field that is wrong."""
         try:
             value = json.loads(text)
-        except (json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{MANIFEST_NAME} is not JSON ({error}); export the engine again") from None
         version = value.get("format_version") if isinstance(value, dict) else None
         if version != FORMAT_VERSION:
@@ -156,9 +170,11 @@ def _decode(kind: Any, value: Any, where: str) -> Any:
         return tuple(_decode(typing.get_args(kind)[0], item, where) for item in value)
     if origin is dict and isinstance(value, dict):
         return {name: _decode(typing.get_args(kind)[1], item, f"{where}{name}.") for name, item in value.items()}
-    if kind is float and type(value) in (int, float) and math.isfinite(value):
+    if kind is float and type(value) in (int, float) and abs(value) <= sys.float_info.max:
         return float(value)
-    if isinstance(kind, type) and type(value) is kind and kind is not float:
+    if kind is int and type(value) is int and abs(value) < 2**63:
+        return value
+    if kind in (str, bool) and type(value) is kind:
         return value
     expected = "a list" if origin is tuple else "an object" if origin is dict else kind.__name__
     raise ConfigError(f"{MANIFEST_NAME}: {where.rstrip('.')} must be {expected}, not {str(value)[:40]!r}")
@@ -185,14 +201,8 @@ class EngineDir:
                 else "no engine folder"
             )
             raise ConfigError(f"{folder} has no {MANIFEST_NAME}; it is {hint}")
-        if manifest_path.stat().st_size > _MAX_MANIFEST_BYTES:
-            raise ConfigError(f"{manifest_path} is larger than {_MAX_MANIFEST_BYTES} bytes; export the engine again")
-        try:
-            manifest = EngineManifest.from_json(manifest_path.read_text(encoding="utf-8"))
-        except UnicodeDecodeError:
-            raise ConfigError(f"{manifest_path} is not UTF-8; export the engine again") from None
-        engine = cls(folder, manifest)
-        for name, entry in manifest.files.items():
+        engine = cls(folder, EngineManifest.from_file(manifest_path))
+        for name, entry in engine.manifest.files.items():
             engine._check_file(name, entry, hashed=entry.size <= _HASHED_AT_LOAD_BYTES)
         return engine
 
@@ -263,29 +273,60 @@ def write_engine_dir(out: str | os.PathLike[str], *, overwrite: bool = False) ->
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         _remove_abandoned(target)
-        partial = target.parent / f".{target.name}.partial-{os.getpid()}"
-        partial.mkdir()
+        partial, lock = _locked_sibling(target)
     except OSError as error:
         raise ConfigError(
             f"cannot write engine folder {target}: {error.strerror}; choose a folder that you can write"
         ) from None
-    lock = os.open(partial, os.O_RDONLY)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
         writer = EngineDirWriter(partial)
         yield writer
         assert writer.sealed, "an engine folder was not sealed"
         _check_target(target, overwrite)
-        if target.exists():
-            replaced = target.parent / f".{target.name}.partial-{os.getpid()}-replaced"
-            target.rename(replaced)
+        if not target.exists():
             partial.rename(target)
-            shutil.rmtree(replaced, ignore_errors=True)
-        else:
-            partial.rename(target)
+        elif not _exchanged(partial, target):
+            _rename_over(partial, target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
         os.close(lock)
+
+
+def _locked_sibling(target: Path) -> tuple[Path, int]:
+    """A new hidden sibling of `target`, and the descriptor whose lock tells others that its writer lives."""
+    while True:
+        partial = target.parent / f".{target.name}.partial-{os.getpid()}-{secrets.token_hex(4)}"
+        partial.mkdir()
+        # Until it is locked, another process takes it for abandoned.
+        with contextlib.suppress(FileNotFoundError):
+            lock = os.open(partial, os.O_RDONLY)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if partial.exists():
+                return partial, lock
+            os.close(lock)
+
+
+def _exchanged(one: Path, other: Path) -> bool:
+    """Swap two folders' names in one step, by Linux's renameat2; False where the system or the file system cannot."""
+    exchange = 2  # RENAME_EXCHANGE
+    try:
+        renameat2 = ctypes.CDLL(None).renameat2
+    except AttributeError:
+        return False
+    here = -100  # AT_FDCWD
+    return bool(renameat2(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0)
+
+
+def _rename_over(partial: Path, target: Path) -> None:
+    """Put `partial` in the place of the folder `target`, which goes back there if that fails."""
+    replaced = partial.with_name(f"{partial.name}-replaced")
+    target.rename(replaced)
+    try:
+        partial.rename(target)
+    except BaseException:
+        replaced.rename(target)
+        raise
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def _check_target(target: Path, overwrite: bool) -> None:
@@ -303,7 +344,9 @@ def _check_target(target: Path, overwrite: bool) -> None:
 
 def _remove_abandoned(target: Path) -> None:
     """Remove what killed exports left; a folder whose writer lives is locked."""
-    for path in target.parent.glob(f".{target.name}.partial-*"):
+    for path in target.parent.iterdir():
+        if not path.name.startswith(f".{target.name}.partial-"):
+            continue
         with contextlib.suppress(OSError):
             descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:

@@ -68,7 +68,7 @@ def command(path: Path, as_json: bool, verify: bool) -> None:
 
 def inspect_engine(path: Path, *, verify: bool, progress: Callable[[str], None]) -> dict[str, Any]:
     """The report on an engine folder; raises ConfigError if its manifest cannot be read."""
-    manifest = EngineManifest.from_json((path / MANIFEST_NAME).read_bytes().decode("utf-8", "replace"))
+    manifest = EngineManifest.from_file(path / MANIFEST_NAME)
     files = []
     for name, entry in manifest.files.items():
         progress(f"reading {path / name}")
