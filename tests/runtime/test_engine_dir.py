@@ -186,13 +186,19 @@ def test_where_folders_cannot_be_exchanged_a_failure_puts_the_old_engine_back(
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-@pytest.mark.parametrize("name", ["a*", "[ab]", "a**b", "a b\nc", "?", "ü\udcff", "-f"])
+@pytest.mark.parametrize("name", ["a*", "[ab]", "a**b", "a b\nc", "?", "ü", "-f"])
 def test_any_name_will_do_and_only_its_own_leftovers_are_removed(tmp_path: Path, name: str) -> None:
     for leftover in (f".{name}.partial-1", ".aab.partial-1", ".a.partial-1", ".b.partial-1"):
         (tmp_path / leftover).mkdir()
     write(tmp_path / name)
     EngineDir.open(tmp_path / name)
     assert {path.name for path in tmp_path.iterdir()} == {name, ".aab.partial-1", ".a.partial-1", ".b.partial-1"}
+
+
+def test_a_path_that_is_no_utf_8_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is not valid UTF-8"):
+        write(tmp_path / "\udcff" / "out")
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("overwrite", [False, True])

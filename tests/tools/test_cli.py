@@ -67,6 +67,8 @@ def test_every_command_has_help_with_examples_and_the_summary_as_its_first_line(
         ["export", "checkpoint"],
         ["export", "checkpoint", "out", "--weights", "int3"],
         ["export", "checkpoint", "out", "--block-size", "x"],
+        ["export", "checkpoint", "out", "--max-model-len", "0"],
+        ["generate", "engine", "prompt", "--threads", "0"],
     ],
     ids=lambda arguments: ascii(" ".join(arguments)),
 )

@@ -330,6 +330,10 @@ def _rename_over(partial: Path, target: Path) -> None:
 
 
 def _check_target(target: Path, overwrite: bool) -> None:
+    try:
+        str(target).encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"{target} is not valid UTF-8, which onnx needs of a path; choose another name") from None
     if not target.exists() and not target.is_symlink():
         return
     if target.is_dir() and not target.is_symlink():

@@ -10,6 +10,7 @@ import click
 
 from qwenrt.exporter import export
 
+from .options import COUNT
 from .progress import stages_bar
 
 _DEFAULTS = {name: parameter.default for name, parameter in signature(export).parameters.items()}
@@ -24,15 +25,15 @@ _DEFAULTS = {name: parameter.default for name, parameter in signature(export).pa
 )
 @click.option("--kv-dtype", type=click.Choice(["float32", "float16"]), help="Type of the KV cache.  [default: float32]")
 @click.option(
-    "--block-size", type=int, default=_DEFAULTS["block_size"], show_default=True, help="Tokens in a KV block."
+    "--block-size", type=COUNT, default=_DEFAULTS["block_size"], show_default=True, help="Tokens in a KV block."
 )
-@click.option("--max-model-len", type=int, help="Tokens in a sequence.  [default: the model's positions]")
+@click.option("--max-model-len", type=COUNT, help="Tokens in a sequence.  [default: the model's positions]")
 @click.option(
-    "--max-num-seqs", type=int, default=_DEFAULTS["max_num_seqs"], show_default=True, help="Sequences in a step."
+    "--max-num-seqs", type=COUNT, default=_DEFAULTS["max_num_seqs"], show_default=True, help="Sequences in a step."
 )
 @click.option(
     "--max-num-batched-tokens",
-    type=int,
+    type=COUNT,
     default=_DEFAULTS["max_num_batched_tokens"],
     show_default=True,
     help="Tokens in a step.",

@@ -37,6 +37,7 @@ class ByteSize(click.ParamType[int]):
 
 
 BYTE_SIZE = ByteSize()
+COUNT = click.IntRange(min=1)
 
 
 def engine_options(function: Function) -> Function:
@@ -49,16 +50,16 @@ def engine_options(function: Function) -> Function:
             help="Reuse the KV cache of equal prompt beginnings.",
         ),
         click.option("--kv-memory", type=BYTE_SIZE, help="Memory for the KV cache, such as 1GiB."),
-        click.option("--num-kv-blocks", type=int, help="Size of the KV cache in blocks, instead of --kv-memory."),
-        click.option("--max-model-len", type=int, help="Lower the engine's limit: tokens in a sequence."),
-        click.option("--max-num-batched-tokens", type=int, help="Lower the engine's limit: tokens in a step."),
-        click.option("--max-num-seqs", type=int, help="Lower the engine's limit: sequences in a step."),
+        click.option("--num-kv-blocks", type=COUNT, help="Size of the KV cache in blocks, instead of --kv-memory."),
+        click.option("--max-model-len", type=COUNT, help="Lower the engine's limit: tokens in a sequence."),
+        click.option("--max-num-batched-tokens", type=COUNT, help="Lower the engine's limit: tokens in a step."),
+        click.option("--max-num-seqs", type=COUNT, help="Lower the engine's limit: sequences in a step."),
         click.option(
             "--speculative-tokens",
             type=int,
             help="Guess so many tokens from earlier text and check them in one step; answers stay the same.",
         ),
-        click.option("--threads", type=int, help="Compute threads.  [default: one a core]"),
+        click.option("--threads", type=COUNT, help="Compute threads.  [default: one a core]"),
         click.option("--backend", type=click.Choice(["onnxruntime", "torch"]), help="What executes the engine."),
     ):
         function = option(function)
