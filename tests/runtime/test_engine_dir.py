@@ -230,6 +230,11 @@ def test_a_parent_that_cannot_be_made_is_one_clear_error(tmp_path: Path) -> None
         ({"block_size": 0}, "block_size is 0"),
         ({"block_size": True}, "block_size must be int"),
         ({"block_size": "16"}, "block_size must be int"),
+        (
+            {"limits": {**dataclasses.asdict(MANIFEST.limits), "max_model_len": 2**31 - 1}},
+            "max_model_len is 2147483647",
+        ),
+        ({"plugin_version": 99}, "was made for PagedAttention version 99, this qwenrt has 1; export the engine again"),
         ({"kv_dtype": "float8"}, "kv_dtype is 'float8'"),
         ({"eos_token_ids": [151936]}, "eos_token_ids holds 151936"),
         ({"eos_token_ids": 5}, "eos_token_ids must be a list"),

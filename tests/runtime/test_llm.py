@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import json
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,6 +52,44 @@ def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
 def test_an_option_of_the_wrong_type_is_named(tiny_engine: Path, option: str, value: Any, allowed: str) -> None:
     with pytest.raises(ConfigError, match=f"{option} is {value!r}.*{allowed}"):
         LLM(tiny_engine, **{option: value})
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("block_size",), 16, r"kv_cache.0 as .*2, 2, 32, 32.*engine.json as .*2, 2, 16, 32"),
+        (("kv_dtype",), "float16", r"kv_cache.0 as .*float\).*engine.json as .*float16"),
+        (("model", "num_layers"), 3, r"kv_cache.3 as .*engine.json as None"),
+        (("model", "num_layers"), 5, r"kv_cache.4 as None, engine.json as "),
+        (("model", "vocab_size"), 500, r"logits as .*320.*engine.json as .*500"),
+    ],
+)
+def test_a_manifest_that_is_not_the_graphs_is_refused(
+    tiny_engine: Path, tmp_path: Path, path: tuple[str, ...], value: Any, message: str
+) -> None:
+    engine = tmp_path / "engine"
+    shutil.copytree(tiny_engine, engine)
+    manifest = json.loads((engine / "engine.json").read_text())
+    *parents, name = path
+    functools.reduce(lambda at, key: at[key], parents, manifest)[name] = value
+    (engine / "engine.json").write_text(json.dumps(manifest))
+    with pytest.raises(ConfigError, match=f"model.onnx has {message}.*; export the engine again"):
+        LLM(engine)
+
+
+def test_a_step_that_onnx_runtime_refuses_is_told_once(
+    tiny_engine: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    engine = tmp_path / "engine"
+    shutil.copytree(tiny_engine, engine)
+    manifest = json.loads((engine / "engine.json").read_text())
+    manifest["limits"]["max_model_len"] = 1000
+    (engine / "engine.json").write_text(json.dumps(manifest))
+    llm = LLM(engine, threads=1)
+    with pytest.raises(RuntimeError, match=r"seq_lens\[0\] is 300, but rope has 256 rows"):
+        llm.generate([1] * 300, GREEDY)
+    assert capfd.readouterr() == ("", "")
+    assert llm.engine.scheduler.pool.num_free == llm.engine.scheduler.pool.num_blocks
 
 
 @pytest.mark.parametrize("option", [{"num_kv_blocks": 2**31 - 1}, {"kv_memory": 2**62}])

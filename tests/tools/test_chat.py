@@ -84,6 +84,12 @@ def test_a_message_that_is_too_long_is_reported_and_forgotten(chat: Here, tiny_e
     assert last == "qwenrt: error: some messages were not answered"
 
 
+def test_an_answer_that_the_engine_gives_up_on_is_a_failure(here: Here, nan_engine: Path) -> None:
+    status, stdout, stderr = here("chat", nan_engine, stdin="one\n")
+    assert (status, stdout) == (1, "\n")
+    assert stderr.startswith("qwenrt: error: the model gave nan as a logit")
+
+
 def test_it_runs_as_a_process(tiny_engine: Path) -> None:
     status, stdout, stderr = qwenrt("chat", tiny_engine, "--max-tokens", "8", "--ignore-eos", stdin="one\n")
     assert (status, stdout, stderr) == (0, Expected(tiny_engine).say("one"), "")

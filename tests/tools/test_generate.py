@@ -120,6 +120,19 @@ def test_a_prompt_that_cannot_be_served_does_not_disturb_the_others(
     assert "prompt is empty" in stderr
 
 
+def test_an_answer_that_the_engine_gives_up_on_is_a_failure(generate: Here, nan_engine: Path) -> None:
+    status, stdout, stderr = generate(nan_engine, "a")
+    assert (status, stdout) == (1, "\n")
+    assert stderr.startswith("qwenrt: error: the model gave nan as a logit")
+    status, stdout, stderr = generate(nan_engine, "a", "b", "--json")
+    assert status == 1
+    assert [json.loads(line)["outputs"][0]["finish_reason"] for line in stdout.splitlines()] == ["abort", "abort"]
+    first, second, summary = stderr.splitlines()
+    assert first.startswith("qwenrt: error: prompt 1: the model gave nan")
+    assert second.startswith("qwenrt: error: prompt 2: the model gave nan")
+    assert summary == "qwenrt: error: 2 of 2 prompts failed"
+
+
 def test_a_file_that_is_not_utf_8_is_refused_with_the_place(tiny_engine: Path) -> None:
     status, stdout, stderr = as_process(tiny_engine, "--prompts-file", "-", stdin=b"abc\xff\n")
     assert (status, stdout) == (2, "")

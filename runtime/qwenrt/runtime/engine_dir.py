@@ -22,10 +22,13 @@ from pathlib import Path
 from typing import Any
 
 from qwenrt.plugins import ConfigError
+from qwenrt.plugins.schema import PAGED_ATTENTION
 
 FORMAT_VERSION = 1
 MANIFEST_NAME = "engine.json"
 _MAX_MANIFEST_BYTES = 1 << 20
+_MAX_SIZE = 1 << 24
+"""Of every dimension and limit: what a runtime allocates for them stays bounded."""
 _HASHED_AT_LOAD_BYTES = 64 << 20
 """Files up to this size are hashed whenever a folder is opened; larger ones (weights) only by `EngineDir.verify`."""
 
@@ -137,9 +140,9 @@ class EngineManifest:
         positive |= {f"limits.{f.name}": getattr(self.limits, f.name) for f in dataclasses.fields(Limits)}
         positive["block_size"] = self.block_size
         for name, value in positive.items():
-            if not 1 <= value < 2**31:
+            if not 1 <= value <= _MAX_SIZE:
                 raise ConfigError(
-                    f"{MANIFEST_NAME}: {name} is {value}, must be 1 to 2147483647; export the engine again"
+                    f"{MANIFEST_NAME}: {name} is {value}, must be 1 to {_MAX_SIZE}; export the engine again"
                 )
         if self.kv_dtype not in ("float32", "float16", "bfloat16"):
             raise ConfigError(f"{MANIFEST_NAME}: kv_dtype is {self.kv_dtype!r}, must be float32, float16 or bfloat16")
@@ -202,6 +205,12 @@ class EngineDir:
             )
             raise ConfigError(f"{folder} has no {MANIFEST_NAME}; it is {hint}")
         engine = cls(folder, EngineManifest.from_file(manifest_path))
+        version = engine.manifest.plugin_version
+        if version != PAGED_ATTENTION.version:
+            raise ConfigError(
+                f"{folder} was made for PagedAttention version {version}, this qwenrt has {PAGED_ATTENTION.version}; "
+                "export the engine again"
+            )
         for name, entry in engine.manifest.files.items():
             engine._check_file(name, entry, hashed=entry.size <= _HASHED_AT_LOAD_BYTES)
         return engine

@@ -12,7 +12,7 @@ import click
 from qwenrt.runtime import LLM, QwenrtError, RequestError, SamplingParams
 
 from .errors import print_error
-from .loading import check_text, engine_arguments, load_llm, sampling_params
+from .loading import abort_reason, check_text, engine_arguments, load_llm, sampling_params
 from .options import engine_options, sampling_options
 from .signals import Stopped, catch_signals
 
@@ -123,6 +123,8 @@ class _LocalPartner:
                     text = output.outputs[0].text
                     yield text[shown:]
                     shown = len(text)
+                    if (reason := abort_reason(output)) is not None:
+                        raise RequestError(reason)
         finally:
             engine.abort("chat")
 

@@ -14,7 +14,7 @@ import click
 from qwenrt.runtime import LLM, RequestError, RequestOutput, SamplingParams
 
 from .errors import print_error
-from .loading import check_text, engine_arguments, load_llm, sampling_params
+from .loading import abort_reason, check_text, engine_arguments, load_llm, sampling_params
 from .options import engine_options, sampling_options
 from .progress import Spinner, spinner
 
@@ -122,6 +122,8 @@ def _stream(llm: LLM) -> None:
                 shown = len(text)
     finally:
         click.echo()
+    if (reason := abort_reason(output)) is not None:
+        raise RequestError(reason)
 
 
 class _Headed:
@@ -197,14 +199,20 @@ def _answer_all(
 ) -> int:
     """Answer all prompts together and print each answer once those before it are printed; returns how many failed."""
     results: dict[int, RequestOutput | _Failure] = {}
+    failed = 0
+
+    def report(index: int, reason: str) -> None:
+        nonlocal failed
+        failed += 1
+        with line.hidden():
+            print_error(f"prompt {index + 1}: {reason}")
+
     for index, prompt in enumerate(prompts):
         try:
             _add(llm, str(index), prompt, template, params)
         except RequestError as error:
-            with line.hidden():
-                print_error(f"prompt {index + 1}: {error}")
+            report(index, str(error))
             results[index] = _Failure(str(error))
-    failed = len(results)
     printed = finished_tokens = 0
     start = perf_counter()
     while printed < len(prompts):
@@ -215,11 +223,13 @@ def _answer_all(
         running = 0
         for output in llm.engine.step():
             tokens = sum(len(answer.token_ids) for answer in output.outputs)
-            if output.finished:
-                results[int(output.request_id)] = output
-                finished_tokens += tokens
-            else:
+            if not output.finished:
                 running += tokens
+                continue
+            finished_tokens += tokens
+            results[int(output.request_id)] = output
+            if (reason := abort_reason(output)) is not None:
+                report(int(output.request_id), reason)
         rate = (finished_tokens + running) / (perf_counter() - start)
         line.update(f"{printed + len(results)} of {len(prompts)} prompts, {rate:.0f} tokens a second")
     return failed

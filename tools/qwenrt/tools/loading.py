@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from qwenrt.runtime import LLM, RequestError, SamplingParams
+from qwenrt.runtime import LLM, RequestError, RequestOutput, SamplingParams
 
 from .progress import spinner
 
@@ -43,6 +43,12 @@ def load_llm(engine: str, arguments: dict[str, Any]) -> LLM:
     """Load an engine folder, showing a spinner."""
     with spinner(f"loading {engine}"):
         return LLM(engine, **arguments)
+
+
+def abort_reason(output: RequestOutput) -> str | None:
+    """Why the engine gave up on one of the answers; None if it did not."""
+    reasons = [str(answer.stop_reason) for answer in output.outputs if answer.finish_reason == "abort"]
+    return reasons[0] if reasons else None
 
 
 def check_text(text: str, what: str) -> str:

@@ -11,7 +11,7 @@ import onnxruntime as ort
 from qwenrt.plugins import ConfigError
 from qwenrt.plugins.library import cpu_library
 
-from ..engine_dir import EngineDir
+from ..engine_dir import EngineDir, EngineManifest
 from ..model_runner import StepInputs
 
 _KV_DTYPES = {"float32": np.float32, "float16": np.float16}
@@ -27,13 +27,15 @@ class OnnxRuntimeBackend:
         options = ort.SessionOptions()
         options.intra_op_num_threads = threads
         options.inter_op_num_threads = 1
+        # What goes wrong is in the exceptions; its log would say it a second time.
+        options.log_severity_level = 4
         options.register_custom_ops_library(str(cpu_library()))
+        graph = str(engine.file("model.onnx"))
         try:
-            self._session = ort.InferenceSession(
-                str(engine.file("model.onnx")), options, providers=["CPUExecutionProvider"]
-            )
+            self._session = ort.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
         except Exception as error:  # ONNX Runtime's exceptions share no narrower base.
             raise ConfigError(f"ONNX Runtime cannot load {engine.path}: {error}") from error
+        _check_graph(self._session, manifest)
         self._binding = self._session.io_binding()
         model = manifest.model
         shape = (num_kv_blocks, 2, model.num_kv_heads, manifest.block_size, model.head_dim)
@@ -65,3 +67,19 @@ class OnnxRuntimeBackend:
         self._binding.bind_output("logits", "cpu", 0, np.float32, logits.shape, logits.ctypes.data)
         self._session.run_with_iobinding(self._binding)
         return logits
+
+
+def _check_graph(session: ort.InferenceSession, manifest: EngineManifest) -> None:
+    """Raise ConfigError unless the graph's caches and logits are those that the manifest describes."""
+    model = manifest.model
+    kind = {"float32": "tensor(float)", "float16": "tensor(float16)"}[manifest.kv_dtype]
+    cache = (kind, ["num_blocks", 2, model.num_kv_heads, manifest.block_size, model.head_dim])
+    expected = {f"kv_cache.{layer}": cache for layer in range(model.num_layers)}
+    expected["logits"] = ("tensor(float)", ["R", model.vocab_size])
+    found = {value.name: (value.type, value.shape) for value in (*session.get_inputs(), *session.get_outputs())}
+    found = {name: value for name, value in found.items() if name.startswith("kv_cache.") or name == "logits"}
+    for name in sorted(expected.keys() | found.keys()):
+        if expected.get(name) != found.get(name):
+            raise ConfigError(
+                f"model.onnx has {name} as {found.get(name)}, engine.json as {expected.get(name)}; export the engine again"
+            )
