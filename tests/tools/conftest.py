@@ -18,6 +18,7 @@ from qwenrt.tools import cli
 
 from .openai_server import Respond, Serve, Server
 
+
 @pytest.fixture(scope="session")
 def nan_engine(tiny_engine: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An engine whose last norm is NaN, so that no token can be sampled."""

@@ -72,7 +72,7 @@ class Job:
     def take_delta(self) -> RequestDelta:
         """What the answers have new since the last call."""
         deltas = [delta for completion in self.completions if (delta := completion.take_delta()) is not None]
-        return RequestDelta(deltas, self.finished, self.completions[0].request.num_cached)
+        return RequestDelta(deltas, self.finished, self.completions[0].request.num_cached or 0)
 
 
 @dataclass(frozen=True, slots=True)
