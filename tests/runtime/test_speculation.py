@@ -29,6 +29,12 @@ def engine_dir(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) 
     return out
 
 
+@pytest.fixture
+def always_guessing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guess although this machine's times, which a test cannot foresee, may say that it does not pay."""
+    monkeypatch.setattr(StepCost, "line", lambda self: None)
+
+
 def load(engine_dir: Path, **options: Any) -> LLM:
     return LLM(engine_dir, **{"num_kv_blocks": NUM_BLOCKS, "max_model_len": 96, "threads": 1, **options})
 
@@ -43,6 +49,7 @@ def load(engine_dir: Path, **options: Any) -> LLM:
     ],
     ids=["greedy", "seeded", "penalties", "stops"],
 )
+@pytest.mark.usefixtures("always_guessing")
 @pytest.mark.parametrize("options", [{}, {"num_kv_blocks": 24, "max_num_batched_tokens": 12, "max_num_seqs": 4}])
 def test_answers_are_those_without_speculation(
     engine_dir: Path, params: SamplingParams, options: dict[str, Any]
@@ -81,6 +88,7 @@ class FixedBackend:
         return np.tile(self.row, (len(inputs.logits_indices), 1))
 
 
+@pytest.mark.usefixtures("always_guessing")
 def test_sampled_tokens_have_the_distribution_of_the_model(engine_dir: Path) -> None:
     probabilities = [0.6, 0.25, 0.1, 0.05]
     llm = load(engine_dir, speculative=NGRAM, max_model_len=256, num_kv_blocks=1300)
@@ -94,6 +102,7 @@ def test_sampled_tokens_have_the_distribution_of_the_model(engine_dir: Path) -> 
     assert chi_square < 16.3
 
 
+@pytest.mark.usefixtures("always_guessing")
 def test_a_stop_among_accepted_guesses_ends_the_answer_there(engine_dir: Path) -> None:
     plain, guessing = load(engine_dir), load(engine_dir, speculative=NGRAM)
     greedy = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)
