@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import shutil
 import threading
 from collections.abc import Iterator
@@ -195,3 +196,19 @@ def test_threads_take_turns(llm: LLM) -> None:
     for thread in threads:
         thread.join(timeout=60)
     assert results == {index: expected[index:] for index in range(4)}
+
+
+def test_a_forked_process_is_told_to_load_its_own(llm: LLM) -> None:
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            llm.generate("ab", GREEDY)
+        except ConfigError as error:
+            os.write(writer, str(error).encode())
+        os._exit(0)
+    os.close(writer)
+    with open(reader, encoding="utf-8") as pipe:
+        assert pipe.read() == f"this engine was loaded by process {os.getpid()}; load it again in process {child}"
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert len(tokens(llm.generate("ab", GREEDY))[0]) == 4

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
 
-from qwenrt.plugins import RequestError
+from qwenrt.plugins import ConfigError, RequestError
 
 from .backends import Backend
 from .completion import Completion
@@ -111,6 +112,7 @@ class LLMEngine:
         self.runner = ModelRunner(limits, manifest.block_size)
         self.timings = StepTimings()
         self.speculator = Speculator(speculative) if speculative else None
+        self._owner = os.getpid()
         self._jobs: dict[str, Job] = {}
         self._answers: dict[Request, tuple[Job, Completion]] = {}
         self._grammars = GrammarCompiler(tokenizer, manifest.model.vocab_size, manifest.eos_token_ids)
@@ -251,6 +253,11 @@ class LLMEngine:
 
     def step_jobs(self) -> list[Job]:
         """`step` without building outputs: the jobs that have something new."""
+        if os.getpid() != self._owner:
+            # The compute threads did not follow the fork.
+            raise ConfigError(
+                f"this engine was loaded by process {self._owner}; load it again in process {os.getpid()}"
+            )
         timings = self.timings
         started = perf_counter()
         self._plan = None

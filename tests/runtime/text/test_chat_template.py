@@ -424,6 +424,19 @@ def test_close_and_the_end_of_the_program_end_the_process() -> None:
         assert not _alive(worker)
 
 
+def test_a_forked_process_renders_by_itself_and_leaves_its_parents_process_alone() -> None:
+    script = (
+        "import os, sys; from qwenrt.runtime.text.chat_template import ChatTemplate\n"
+        "t = ChatTemplate('{{ messages[0].content }}'); say = lambda x: t.render([{'role': 'user', 'content': x}])\n"
+        "say('x'); before = t._process._process.pid\n"
+        "if os.fork() == 0: assert say('child') == 'child' and t._process._process.pid != before; sys.exit(3)\n"
+        "if os.fork() == 0: sys.exit(4)\n"
+        "print([os.waitstatus_to_exitcode(os.wait()[1]) for _ in range(2)], say('parent'), t._process._process.pid == before)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=_environment())
+    assert (done.stdout, done.stderr) in (("[3, 4] parent True\n", ""), ("[4, 3] parent True\n", ""))
+
+
 def _alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().split(") ")[1][0] != "Z"
