@@ -279,6 +279,8 @@ class LLMEngine:
                 )
         except BaseException:
             self.scheduler.rollback(plan)
+            for chunk in plan.chunks:
+                chunk.request.sampler.rollback()
             raise
         with timings.part("schedule"):
             self.scheduler.commit(
@@ -303,6 +305,7 @@ class LLMEngine:
         changed: dict[Job, None] = {}
         for chunk, new in zip(sampling, sampled, strict=True):
             job, completion = self._answers[chunk.request]
+            chunk.request.sampler.commit()
             if isinstance(new, RequestError):
                 completion.finish("abort", str(new))
                 new = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -58,6 +59,9 @@ class SequenceSampler:
         bias = params.logit_bias or {}
         self._bias_ids = np.fromiter(bias.keys(), dtype=np.int64, count=len(bias))
         self._bias = np.fromiter(bias.values(), dtype=np.float32, count=len(bias))
+        self._in_step: list[SampledToken] = []
+        self._drawn: deque[SampledToken] = deque()
+        """Tokens of a step that was undone: the sampler has gone past them, the request has not."""
         self._penalties: Penalties | None = None
         if (params.repetition_penalty, params.frequency_penalty, params.presence_penalty) != (1.0, 0.0, 0.0):
             self._penalties = Penalties(
@@ -69,6 +73,20 @@ class SequenceSampler:
 
     def sample(self, logits: Floats) -> SampledToken:
         """Take the next token from `logits` [vocab], which are overwritten; raises RequestError if no token can be taken."""
+        token = self._drawn.popleft() if self._drawn else self._next(logits)
+        self._in_step.append(token)
+        return token
+
+    def commit(self) -> None:
+        """The tokens taken since the last commit or rollback are the request's."""
+        self._in_step.clear()
+
+    def rollback(self) -> None:
+        """They are not: take them again."""
+        self._drawn.extendleft(reversed(self._in_step))
+        self._in_step.clear()
+
+    def _next(self, logits: Floats) -> SampledToken:
         logprobs = None
         with np.errstate(over="ignore"):
             if self.params.logprobs is not None:
