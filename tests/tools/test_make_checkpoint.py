@@ -229,6 +229,9 @@ def test_values_are_drawn_as_documented_and_rounded_to_nearest(tmp_path: Path) -
     ("changes", "message"),
     [
         ({"num_layers": 0}, "num_layers is 0"),
+        ({"num_layers": 10**9}, "num_layers is 1000000000, must be 1 to 1024"),
+        ({"rope_theta": 0.5}, "rope_theta is 0.5"),
+        ({"rms_norm_eps": 2.0}, "rms_norm_eps is 2.0"),
         ({"num_heads": 3}, "num_heads is 3, must be a multiple of num_kv_heads"),
         ({"head_dim": 33}, "head_dim is 33, must be even"),
         ({"rope_theta": float("nan")}, "rope_theta is nan"),

@@ -35,6 +35,21 @@ _CHUNK = 1 << 20
 _DISK_SLACK = 64 << 20
 
 
+_RANGES: dict[str, tuple[float, float]] = {
+    "num_layers": (1, 1024),
+    "hidden_size": (1, 1 << 20),
+    "intermediate_size": (1, 1 << 22),
+    "num_heads": (1, 1 << 16),
+    "num_kv_heads": (1, 1 << 16),
+    "head_dim": (1, 1 << 13),
+    "vocab_size": (1, 1 << 24),
+    "max_position_embeddings": (1, 1 << 22),
+    "rope_theta": (1.001, 1e18),
+    "rms_norm_eps": (1e-30, 1.0),
+}
+"""What `qwenrt export` takes."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shape:
     """The hyper-parameters that fix a dense Qwen3's tensors; sizes are in elements."""
@@ -53,10 +68,10 @@ class Shape:
     rms_norm_eps: float = 1e-6
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.type in ("int", "float") and not 0 < value < 2**31:
-                raise ConfigError(f"{field.name} is {value}, must be above 0 and below 2147483648")
+        for name, (low, high) in _RANGES.items():
+            value = getattr(self, name)
+            if not low <= value <= high:
+                raise ConfigError(f"{name} is {value}, must be {low:.10g} to {high:.10g}")
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
                 f"num_heads is {self.num_heads}, must be a multiple of num_kv_heads ({self.num_kv_heads})"
