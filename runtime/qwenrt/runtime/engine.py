@@ -57,9 +57,13 @@ class Job:
 
     @property
     def finished(self) -> bool:
+        """Whether every answer has ended."""
+        if len(self.completions) == 1:
+            return self.completions[0].finish_reason is not None
         return all(completion.finish_reason for completion in self.completions)
 
     def output(self) -> RequestOutput:
+        """The answers so far, as a caller sees them."""
         first = self.completions[0].request
         return RequestOutput(
             request_id=self.request_id,

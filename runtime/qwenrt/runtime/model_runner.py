@@ -49,23 +49,34 @@ class ModelRunner:
         num_seqs = len(plan.chunks)
         width = max(len(chunk.request.block_ids) for chunk in plan.chunks)
         block_tables = self._block_tables[: num_seqs * width].reshape(num_seqs, width)
-        row = num_logits = 0
+        # A read of a padded entry is an error, not somebody else's block.
+        block_tables.fill(-1)
+        input_ids: list[int] = []
+        seq_lens: list[int] = []
+        rows: list[int] = []
+        wanted: list[int] = []
+        row = 0
         for index, chunk in enumerate(plan.chunks):
-            request, start, stop = chunk.request, chunk.start, chunk.start + chunk.count
-            own = chunk.count - len(chunk.drafts)
-            self._input_ids[row : row + own] = request.token_ids[start : start + own]
-            self._input_ids[row + own : row + chunk.count] = chunk.drafts
-            self._positions[row : row + chunk.count] = self._all_positions[start:stop]
-            num_blocks = len(request.block_ids)
-            block_tables[index, :num_blocks] = np.frombuffer(request.block_ids, np.int32)
-            # A read of a padded entry is an error, not somebody else's block.
-            block_tables[index, num_blocks:] = -1
-            self._seq_lens[index] = stop
-            row += chunk.count
-            self._query_start[index + 1] = row
-            wanted = chunk.num_logits
-            self._logits_indices[num_logits : num_logits + wanted] = np.arange(row - wanted, row)
-            num_logits += wanted
+            request, start, count = chunk.request, chunk.start, chunk.count
+            if count == 1:
+                input_ids.append(request.token_ids[start])
+            else:
+                input_ids += request.token_ids[start : start + count - len(chunk.drafts)]
+                input_ids += chunk.drafts
+                self._positions[row : row + count] = self._all_positions[start : start + count]
+            block_tables[index, : len(request.block_ids)] = request.block_ids
+            seq_lens.append(start + count)
+            row += count
+            rows.append(row)
+            wanted += range(row - chunk.num_logits, row)
+        ends = self._query_start[1 : num_seqs + 1]
+        ends[:] = rows
+        self._seq_lens[:num_seqs] = seq_lens
+        # Of one token or the last of several: the position before the length.
+        self._positions[ends - 1] = self._seq_lens[:num_seqs] - 1
+        self._input_ids[:row] = input_ids
+        self._logits_indices[: len(wanted)] = wanted
+        num_logits = len(wanted)
         return StepInputs(
             input_ids=self._input_ids[:row],
             positions=self._positions[:row],

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TokenLogprobs:
     """Log-probability (nats) of a generated token, and of the most likely ones by token id."""
 
@@ -15,7 +15,7 @@ class TokenLogprobs:
     top: dict[int, float]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class CompletionOutput:
     """One of the `n` answers to a request, as far as it is."""
 
@@ -31,7 +31,7 @@ class CompletionOutput:
     """The stop token id or stop string that ended it, or why the engine gave up ("abort"); None for an end-of-text token."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RequestOutput:
     """A request's prompt and its answers."""
 
@@ -45,7 +45,7 @@ class RequestOutput:
     """Prompt tokens whose K and V came from the prefix cache (of the first answer)."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class CompletionDelta:
     """What one of the `n` answers has new."""
 
@@ -58,7 +58,7 @@ class CompletionDelta:
     stop_reason: int | str | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RequestDelta:
     """What a request's answers have new; answers without news are left out."""
 

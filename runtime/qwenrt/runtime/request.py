@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from array import array
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from .sampling.params import SamplingParams
 from .sampling.sampler import SequenceSampler
@@ -58,8 +59,7 @@ class Request:
         return len(self.token_ids) - self.num_prompt
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     """Compute `count` tokens of a request from `start` on: its own, then `drafts`.
 
     `samples` tells whether the request's last token is among them: the step samples after it and after each draft.
@@ -67,7 +67,7 @@ class Chunk:
 
     request: Request
     start: int
-    count: int
+    count: int  # type: ignore[assignment]  # a tuple's method of that name is none that a chunk needs
     samples: bool
     drafts: tuple[int, ...] = ()
 

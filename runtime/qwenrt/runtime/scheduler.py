@@ -53,12 +53,15 @@ class Scheduler:
         while position < len(self.running) and budget > 0:
             request = self.running[position]
             count = min(request.num_tokens - request.num_computed, budget)
-            drafts = self._affordable_drafts(request, budget - (len(self.running) - position - 1), spare)
+            drafts: tuple[int, ...] = ()
+            if request.drafts:
+                drafts = self._affordable_drafts(request, budget - (len(self.running) - position - 1), spare)
             while self._missing_blocks(request, count) > self.pool.num_free and position < len(self.running):
                 preempted.append(self._preempt_youngest())
             if position == len(self.running):
                 break
-            spare -= self._missing_blocks(request, count + len(drafts)) - self._missing_blocks(request, count)
+            if drafts:
+                spare -= self._missing_blocks(request, count + len(drafts)) - self._missing_blocks(request, count)
             chunks.append(self._reserve(request, count, drafts))
             budget -= count + len(drafts)
             position += 1
@@ -82,10 +85,12 @@ class Scheduler:
                 request.token_ids.extend(new)
                 request.num_computed += max(len(new) - 1, 0)
                 request.drafts = []
-                self._shrink(request, self._blocks_for(request.num_computed))
-            if self.enable_prefix_caching:
+                if chunk.drafts:
+                    self._shrink(request, self._blocks_for(request.num_computed))
+            full = request.num_computed // self.block_size
+            if self.enable_prefix_caching and full > full_before:
                 self._extend_hashes(request)
-                for index in range(full_before, request.num_computed // self.block_size):
+                for index in range(full_before, full):
                     self.pool.cache.publish(request.block_hashes[index], request.block_ids[index])
 
     def rollback(self, plan: StepPlan) -> None:
@@ -153,6 +158,8 @@ class Scheduler:
         A request whose next block is just being computed by another one waits for it: requests that arrive together with a
         common prefix compute it once.
         """
+        if not self.waiting:
+            return
         promised = sum(max(self._missing_own_blocks(request), 0) for request in self.running)
         in_flight = {value for request in self.running for value in self._hashes_in_flight(request)}
         deferred: list[Request] = []

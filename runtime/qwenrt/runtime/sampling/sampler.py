@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,8 +20,7 @@ LOWEST_LOGPROB = -9999.0
 _SMALLEST_SCALE = float(np.finfo(np.float32).tiny)
 
 
-@dataclass(frozen=True, slots=True)
-class SampledToken:
+class SampledToken(NamedTuple):
     """A token, and its log-probability (nats) where the request asked for log-probabilities.
 
     Log-probabilities are those of the model's own distribution, before any processing; finite, -9999.0 at the least.
@@ -70,6 +69,24 @@ class SequenceSampler:
                 frequency=params.frequency_penalty,
                 presence=params.presence_penalty,
             )
+        self._plain_greedy = params.greedy and params.logprobs is None and not bias and self._penalties is None
+
+    @property
+    def takes_the_peak(self) -> bool:
+        """Whether the next token is that of the largest logit, and nothing else is asked about it."""
+        return (
+            self._plain_greedy
+            and self.num_generated >= self.params.min_tokens
+            and self._constraint is None
+            and not self._drawn
+        )
+
+    def take(self, token_id: int) -> SampledToken:
+        """The token that `sample` would take, found by the caller, where `takes_the_peak`."""
+        self.num_generated += 1
+        token = SampledToken(token_id, None, None)
+        self._in_step.append(token)
+        return token
 
     def sample(self, logits: Floats) -> SampledToken:
         """Take the next token from `logits` [vocab], which are overwritten; raises RequestError if no token can be taken."""
@@ -87,15 +104,12 @@ class SequenceSampler:
         self._in_step.clear()
 
     def _next(self, logits: Floats) -> SampledToken:
-        logprobs = None
-        with np.errstate(over="ignore"):
-            if self.params.logprobs is not None:
-                logprobs = _RawLogprobs(logits, self.params.logprobs)
-            self._process(logits)
-            peak = _peak(logits)
-            token_id = (
-                int((logits == peak).argmax()) if self._random is None else self._draw(logits, peak, self._random)
-            )
+        logprobs = None if self.params.logprobs is None else _RawLogprobs(logits, self.params.logprobs)
+        self._process(logits)
+        best = int(logits.argmax())
+        peak = logits[best]
+        _check_peak(peak)
+        token_id = best if self._random is None else self._draw(logits, peak, self._random)
         self.num_generated += 1
         if self._penalties is not None:
             self._penalties.record(token_id)
@@ -138,11 +152,10 @@ class SequenceSampler:
         return place if ids is None else int(ids[place])
 
 
-def _peak(logits: Floats) -> np.float32:
-    """The largest logit; raises RequestError if there is none to sample."""
-    peak: np.float32 = logits.max()
-    if np.isfinite(peak):
-        return peak
+def _check_peak(peak: np.float32) -> None:
+    """Raise RequestError if the largest logit, `peak`, is none to sample."""
+    if math.isfinite(peak):
+        return
     if peak == -np.inf:
         raise RequestError(
             "no token is left to sample: every logit is -inf after logit_bias, min_tokens and structured_outputs; loosen them"
@@ -156,7 +169,8 @@ class _RawLogprobs:
     """Log-probabilities of a row of logits [vocab] as the model gave it, and the `count` highest."""
 
     def __init__(self, logits: Floats, count: int) -> None:
-        peak = _peak(logits)
+        peak = logits.max()
+        _check_peak(peak)
         self._logits = logits.copy()
         weights = logits - peak
         np.exp(weights, out=weights)
@@ -177,7 +191,12 @@ def sample(logits: Floats, samplers: Sequence[SequenceSampler]) -> list[SampledT
     the others alone; its sampler's state is unchanged.
     """
     assert len(logits) == len(samplers)
-    return [_sample_row(row, sampler) for row, sampler in zip(logits, samplers, strict=True)]
+    if all(sampler.takes_the_peak for sampler in samplers):
+        best = logits.argmax(axis=1)
+        if np.isfinite(logits[np.arange(len(logits)), best]).all():
+            return [sampler.take(token_id) for sampler, token_id in zip(samplers, best.tolist(), strict=True)]
+    with np.errstate(over="ignore"):
+        return [_sample_row(row, sampler) for row, sampler in zip(logits, samplers, strict=True)]
 
 
 def _sample_row(row: Floats, sampler: SequenceSampler) -> SampledToken | RequestError:
@@ -195,6 +214,8 @@ def sample_checking_drafts(
     A row is drawn from only if every draft before it was drawn, so the tokens are those that would be drawn without drafts, one
     at least. Where a later row fails, the tokens before it stand: the next step meets that row again.
     """
+    if not any(drafts):
+        return [one if isinstance(one, RequestError) else [one] for one in sample(logits, samplers)]
     first = np.cumsum([0, *(1 + len(guesses) for guesses in drafts)])
     assert len(logits) == first[-1]
     results: list[list[SampledToken] | RequestError] = [[] for _ in samplers]
