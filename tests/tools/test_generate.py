@@ -197,7 +197,7 @@ def test_chat_puts_the_prompt_through_the_template(generate: Here, tiny_engine: 
 
 
 @pytest.mark.parametrize(
-    "option", [("--max-num-seqs", "0"), ("--num-kv-blocks", "0"), ("--kv-memory", "1"), ("--threads", "0")]
+    "option", [("--max-num-seqs", "9999"), ("--num-kv-blocks", "9" * 20), ("--kv-memory", "1"), ("--threads", "9999")]
 )
 def test_an_engine_option_that_cannot_be_is_named(generate: Here, tiny_engine: Path, option: tuple[str, str]) -> None:
     status, stdout, stderr = generate(tiny_engine, "x", *option)
