@@ -26,7 +26,7 @@ COMMANDS = {
     "export": ("export", "Turn a checkpoint into an engine folder."),
     "generate": ("generate", "Answer prompts with an engine."),
     "chat": ("chat", "Talk with an engine or a server."),
-    "serve": ("serve", "Serve an engine over HTTP, as OpenAI does."),
+    "serve": ("serve", "Serve an engine over HTTP, with OpenAI's API and a chat page at /."),
     "bench": ("bench", "Measure an engine's speed and memory, or a server's under load."),
     "inspect": ("inspect", "Show what an engine folder or a checkpoint holds."),
     "make-checkpoint": ("make_checkpoint", "Write a random-weight Qwen3 checkpoint, for benchmarks and tests."),
