@@ -66,16 +66,25 @@ def largest(values: Floats, k: int) -> Indices:
     if k < _GROUPS and n > 4 * _GROUPS:
         # Each of k groups has an element no smaller than the k-th largest group maximum, so that bounds the k-th largest element.
         tops = values[: n - n % _GROUPS].reshape(-1, _GROUPS).max(axis=0)
-        candidates = np.flatnonzero(values >= np.partition(tops, _GROUPS - k)[_GROUPS - k])
-        return candidates[_largest(values[candidates], k)]
+        candidates = (values >= np.partition(tops, _GROUPS - k)[_GROUPS - k]).nonzero()[0]
+        chosen: Indices = candidates[_largest(values[candidates], k)]
+        return chosen
     return _largest(values, k)
 
 
 def _largest(values: Floats, k: int) -> Indices:
     kth = np.partition(values, len(values) - k)[len(values) - k]
-    above = np.flatnonzero(values > kth)
-    level = np.flatnonzero(values == kth)[: k - len(above)]
-    return np.sort(np.concatenate([above, level]))
+    return _above_and_first(values, kth, k - int(np.count_nonzero(values > kth)))
+
+
+def _above_and_first(values: Floats, cut: np.float32, ties: int) -> Indices:
+    """Ascending indices of what is above `cut` and of the first `ties` that equal it."""
+    kept = values >= cut
+    level = (values == cut).nonzero()[0]
+    if len(level) > ties:
+        kept[level[ties:]] = False
+    indices: Indices = kept.nonzero()[0]
+    return indices
 
 
 def nucleus(weights: Floats, top_p: float) -> Indices:
@@ -84,14 +93,14 @@ def nucleus(weights: Floats, top_p: float) -> Indices:
     `weights` are not negative and not all zero. Takes time linear in their number.
     """
     total = float(weights.sum(dtype=np.float64))
-    # What is lighter than this sums to less than 1 - top_p of all, so the nucleus lies in the rest.
-    kept = np.flatnonzero(weights >= (1.0 - top_p) * total / len(weights))
-    picked = weights[kept]
+    kept, picked = None, weights
+    if len(weights) > _SMALL:
+        # What is lighter than this sums to less than 1 - top_p of all, so the nucleus lies in the rest.
+        kept = (weights >= (1.0 - top_p) * total / len(weights)).nonzero()[0]
+        picked = weights[kept]
     cut, ties = _nucleus_cut(picked, top_p * total)
-    above = np.flatnonzero(picked > cut)
-    level = np.flatnonzero(picked == cut)[:ties]
-    nucleus: Indices = kept[np.sort(np.concatenate([above, level]))]
-    return nucleus
+    nucleus = _above_and_first(picked, cut, ties)
+    return nucleus if kept is None else kept[nucleus]
 
 
 def _nucleus_cut(weights: Floats, mass: float) -> tuple[np.float32, int]:
