@@ -190,9 +190,16 @@ def _edit(name: str, **values: Any) -> Callable[[Path], None]:
         (lambda folder: (folder / "generation_config.json").write_text("["), r"generation_config\.json is not JSON"),
         (lambda folder: (folder / "model.safetensors").unlink(), r"has neither model\.safetensors nor"),
         (lambda folder: os.truncate(folder / "model.safetensors", 100_000), r"model\.safetensors is truncated"),
+        (_edit("tokenizer.json", model={"type": "BPE"}), r"tokenizer\.json is no tokenizer"),
+        (_edit("tokenizer.json", decoder=None), r"tokenizer\.json: decoder is None; supported are ByteLevel"),
+        (
+            _edit("tokenizer_config.json", eos_token="<|none|>"),
+            r"names the token '<\|none\|>', which tokenizer\.json lacks",
+        ),
+        (lambda folder: (folder / "chat_template.jinja").write_text("{% if"), r"chat_template is no Jinja template"),
         (
             lambda folder: (folder / "chat_template.jinja").write_text("x" * (2 << 20)),
-            r"chat_template\.jinja has more than",
+            r"chat_template\.jinja has 2097152 bytes; at most 262144 are read",
         ),
     ],
 )

@@ -82,6 +82,16 @@ def test_what_stops_a_measurement_is_said_in_one_line(tiny_engine: Path) -> None
     assert (status, stdout) == (1, "")
     assert stderr.startswith("qwenrt: error: measuring load failed: kv_memory is 1 bytes")
     assert stderr.count("\n") == 1
+    status, stdout, stderr = qwenrt("bench", tiny_engine, "--max-model-len", "4")
+    assert (status, stdout) == (1, "")
+    assert stderr == "qwenrt: error: measuring load failed: max_model_len is 4, bench needs 5 or more\n"
+
+
+def test_a_result_that_could_not_be_written_is_refused_before_measuring(tiny_engine: Path, tmp_path: Path) -> None:
+    for place in (tmp_path, tmp_path / "nowhere" / "bench.json"):
+        status, stdout, stderr = qwenrt("bench", tiny_engine, "--json", place)
+        assert (status, stdout) == (2, "")
+        assert stderr.endswith(f"Error: --json {place} is no file that could be written\n")
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])

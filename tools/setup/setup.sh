@@ -25,6 +25,8 @@ bash tools/setup/onnxruntime_headers.sh
 [ -x .venv/bin/python ] || "$python" -m venv .venv
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 # Alone and exact, so that no other package decides which build of torch is taken.
+echo "setup: installing PyTorch, some minutes"
 .venv/bin/pip install -q torch==2.13.0
+echo "setup: installing the other packages and compiling the ops"
 .venv/bin/pip install -q -e '.[export,dev]'
 touch .venv/.ready

@@ -16,6 +16,8 @@ from typing import Any
 from qwenrt.plugins import ConfigError, QwenrtWarning
 from qwenrt.plugins.schema import PAGED_ATTENTION
 from qwenrt.runtime.engine_dir import EngineDir, EngineManifest, Limits, ModelSpec, write_engine_dir
+from qwenrt.runtime.text.chat_template import ChatTemplate
+from qwenrt.runtime.text.tokenizer import Tokenizer
 
 from .checkpoint import expected_shapes, open_checkpoint
 from .config import MAX_POSITIONS, ModelConfig
@@ -32,7 +34,6 @@ _MAX_STEP = 1 << 20
 _MAX_ROPE_ELEMENTS = 1 << 28
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 _OPTIONAL_FILES = ("chat_template.jinja", "generation_config.json")
-_MAX_TEMPLATE_BYTES = 1 << 20
 
 
 def export(
@@ -180,8 +181,9 @@ def _text_files(folder: Path) -> dict[str, bytes]:
     for name, path in files.items():
         if name.endswith(".json"):
             read_json_object(path)
-        elif path.stat().st_size > _MAX_TEMPLATE_BYTES:
-            raise ConfigError(f"{path} has more than {_MAX_TEMPLATE_BYTES} bytes; download the checkpoint again")
+    # What a runtime would refuse to load is refused here.
+    Tokenizer.from_dir(folder)
+    ChatTemplate.from_dir(folder)
     return {name: path.read_bytes() for name, path in files.items()}
 
 

@@ -60,6 +60,8 @@ def command(ctx: click.Context, /, engine: str | None, json_file: Path | None, r
     if wrong:
         name = sorted(wrong)[0].replace("_", "-")
         raise click.UsageError(f"--{name} says nothing about {'a server' if engine is None else 'an engine folder'}")
+    if json_file is not None and (json_file.is_dir() or not json_file.absolute().parent.is_dir()):
+        raise click.UsageError(f"--json {json_file} is no file that could be written")
     if engine is None:
         run_load(options, json_file)
         return

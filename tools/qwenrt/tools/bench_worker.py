@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from qwenrt.runtime import LLM, QwenrtError, RequestOutput, SamplingParams
+from qwenrt.runtime import LLM, ConfigError, QwenrtError, RequestOutput, SamplingParams
 
 PREFILL_TOKENS = 512
 DECODE_PROMPT, DECODE_NEW = 16, 128
@@ -28,6 +28,7 @@ REPEAT_BUDGET = 60.0
 """Seconds: a measurement that has taken this long is not repeated."""
 
 _BANDWIDTH_BYTES = 1 << 30
+_WARM_UP = 4
 _PARTS = ("schedule", "prepare", "execute", "sample", "process")
 
 
@@ -57,6 +58,8 @@ class Bench:
         self.repeats = repeats
         self.engine = self.llm.engine
         self.max_len = self.engine.limits.max_model_len
+        if self.max_len < _WARM_UP + 1:
+            raise ConfigError(f"max_model_len is {self.max_len}, bench needs {_WARM_UP + 1} or more")
         tokenizer = self.engine.tokenizer
         known = min(self.engine.manifest.model.vocab_size, tokenizer.vocab_size)
         self.ordinary = [token for token in range(known) if token not in tokenizer.special_token_ids]
@@ -67,7 +70,7 @@ class Bench:
 
     def warm_up(self) -> None:
         """Run every part once."""
-        self.first_and_rest(self.prompt(min(16, self.max_len - 4), 99_991), 4)
+        self.first_and_rest(self.prompt(min(16, self.max_len - _WARM_UP), 99_991), _WARM_UP)
 
     def first_and_rest(self, prompt: list[int], new: int) -> tuple[float, float]:
         """Seconds to the first token and from there to the last."""
