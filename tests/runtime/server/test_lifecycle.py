@@ -153,7 +153,7 @@ def test_a_failed_step_fails_its_requests_alone(server: Server, caplog: pytest.L
             waiting = []
             # The second has the 7 and fails together with the first; the third finds no place before and is served.
             for prompt in ([1] * 9, [2] * 9 + [7], [3] * 3):
-                body = {"prompt": prompt, "max_tokens": 40, "ignore_eos": True}
+                body = {"prompt": prompt, "max_tokens": 40, "ignore_eos": True, "temperature": 0}
                 waiting.append(pool.submit(server.post, "/v1/completions", body))
                 server.until(lambda: server.async_llm.num_running + server.async_llm.num_waiting == len(waiting))
             engine.backend.gate.set()
