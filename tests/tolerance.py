@@ -8,6 +8,11 @@ from typing import Any
 # own type, so attention over a float16 pool differs by how its keys round to the neighbouring value.
 OP = {"float32": 1e-5, "float16": 2e-3}
 
+# As above, for the logits of a few random layers that compute in the type, against float32 with the same weights.
+LOGITS = {"float16": 1e-2, "bfloat16": 5e-2}
+# The same where inputs of products are rounded to float8 besides.
+LOGITS_FLOAT8 = 0.15
+
 
 def relative_error(actual: Any, expected: Any) -> float:
     """Largest |difference| over the largest |expected|; NaN must meet NaN."""

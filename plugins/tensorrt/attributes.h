@@ -11,8 +11,8 @@
 
 namespace qwenrt::tensorrt {
 
-// Version of what a plan keeps of the plugin. Raise it when the fields, or what they mean, change.
-inline constexpr int32_t kPlanVersion = 1;
+// Version of what a plan keeps of the plugin.
+inline constexpr int32_t kPlanVersion = ops::kPlanVersion;
 inline constexpr char kPlanVersionField[] = "plan_version";
 
 struct Attributes {

@@ -119,7 +119,7 @@ def test_progress_tells_the_stages_and_counts_the_bytes(checkpoint: Path, place:
     ("options", "message"),
     [
         ({"target": "tpu"}, "target is 'tpu', must be onnxruntime"),
-        ({"target": "tensorrt"}, "target is 'tensorrt', must be onnxruntime"),
+        ({"target": "cuda"}, "target is 'cuda', must be onnxruntime or tensorrt or tensorrt-rtx"),
         ({"weights": "int4"}, "weights is 'int4', must be float32 or float16 or bfloat16"),
         ({"weights": "torch.float32"}, "weights is 'torch.float32'"),
         ({"kv_dtype": "bfloat16"}, "kv_dtype is 'bfloat16', must be float32 or float16"),

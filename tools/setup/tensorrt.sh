@@ -2,7 +2,6 @@
 # What compiling and trying the TensorRT plugin needs where TensorRT is not installed; needs no root, and does nothing twice.
 #   tensorrt.sh headers   TensorRT's C++ headers in build/tensorrt/headers, from the wheel kernel-lens (0.2 MB), unless nvidia.py
 #                         finds some already.
-#   tensorrt.sh rtx       a Python of its own in build/tensorrt/rtx with TensorRT for RTX (230 MB), which builds engines with no GPU.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
@@ -24,23 +23,7 @@ headers() {
     mv "$work/wheel/kernel_lens/include/tensorrt" "$target"
 }
 
-rtx() {
-    local target=build/tensorrt/rtx
-    if [ -e "$target/.ready" ]; then return; fi
-    rm -rf "$target"
-    mkdir -p build/tensorrt
-    "$python" -m venv "$target"
-    "$target/bin/python" -m pip install -q tensorrt-rtx-cu13==1.7.1.116 polygraphy==0.53.6 numpy onnx ||
-        fail "tensorrt-rtx-cu13 could not be installed: it has wheels for Python 3.9 to 3.14 on Linux x86_64 and aarch64"
-    # Its ONNX parser loads the library by a name that the wheel lacks, and ends the process where there is none.
-    mkdir -p "$target/lib/unversioned"
-    ln -sfn "$("$target/bin/python" -c 'import pathlib, tensorrt_rtx_libs as l; print(pathlib.Path(l.__file__).parent)')/libtensorrt_rtx.so.1" \
-        "$target/lib/unversioned/libtensorrt_rtx.so"
-    touch "$target/.ready"
-}
-
 case "${1:-}" in
     headers) headers ;;
-    rtx) rtx ;;
-    *) fail "say what to set up: $0 headers|rtx" ;;
+    *) fail "say what to set up: $0 headers" ;;
 esac

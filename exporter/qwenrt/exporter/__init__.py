@@ -3,5 +3,6 @@
 from .checkpoint import Checkpoint, open_checkpoint
 from .config import ModelConfig
 from .export import export
+from .tensorrt.plans import build_plans
 
-__all__ = ["Checkpoint", "ModelConfig", "export", "open_checkpoint"]
+__all__ = ["Checkpoint", "ModelConfig", "build_plans", "export", "open_checkpoint"]

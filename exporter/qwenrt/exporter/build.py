@@ -12,16 +12,22 @@ import onnx_ir as ir
 from qwenrt.plugins import ConfigError
 from qwenrt.runtime.engine_dir import EngineManifest
 
+from .calibration import calibration_tokens, measure_ranges
 from .checkpoint import Checkpoint
 from .config import ModelConfig
-from .lower import onnxruntime
+from .lower import Lowered, onnxruntime, tensorrt
 from .modeling import parameter_sources
 from .trace import trace
-from .weights import Layout, plan_layout, write_weights
+from .weights import Contents, Layout, plan_layout, write_weights
 
 GRAPH_NAME = "model.onnx"
 WEIGHTS_NAME = "model.safetensors"
-_DTYPES = {ir.DataType.FLOAT: "float32", ir.DataType.FLOAT16: "float16", ir.DataType.BFLOAT16: "bfloat16"}
+_DTYPES = {
+    ir.DataType.FLOAT: "float32",
+    ir.DataType.FLOAT16: "float16",
+    ir.DataType.BFLOAT16: "bfloat16",
+    ir.DataType.FLOAT8E4M3FN: "float8_e4m3fn",
+}
 _DISK_SLACK = 64 << 20
 
 
@@ -42,28 +48,52 @@ def write_model(
         max_model_len=max_model_len,
         kv_dtype=manifest.kv_dtype,
     )
-    onnxruntime.lower(model, manifest.weights)
+    lowered = _lower(model, config, checkpoint, manifest, progress)
     layout = _layout(model)
     _check_space(folder, layout.size + _DISK_SLACK)
     graph = _with_external_data(model, layout)
     progress("tracing", 1, 1)
+    rope = config.rope.table(max_model_len, config.head_dim)
     write_weights(
         folder / WEIGHTS_NAME,
         layout,
         checkpoint,
-        sources=parameter_sources(config),
-        computed={"rope": config.rope.table(max_model_len, config.head_dim)},
+        Contents(parameter_sources(config), {"rope": rope, **lowered.computed}, lowered.encodings),
         progress=lambda done, total: progress("writing weights", done, total),
     )
     onnx.save(graph, folder / GRAPH_NAME)
     onnx.checker.check_model(folder / GRAPH_NAME)
 
 
+def _lower(
+    model: ir.Model,
+    config: ModelConfig,
+    checkpoint: Checkpoint,
+    manifest: EngineManifest,
+    progress: Callable[[str, int, int], None],
+) -> Lowered:
+    """Change the trace into what the target takes."""
+    if manifest.target == "onnxruntime":
+        return onnxruntime.lower(model, manifest.weights)
+    ranges = None
+    if manifest.weights.startswith("fp8"):
+        sequences = calibration_tokens(checkpoint.folder / "tokenizer.json")
+        ranges = measure_ranges(
+            config, checkpoint, sequences, lambda done, total: progress("measuring activations", done, total)
+        )
+    return tensorrt.lower(model, manifest.dtype, manifest.weights, ranges)
+
+
 def _layout(model: ir.Model) -> Layout:
+    """Where each initializer goes; int4 lies in the file as bytes of two."""
     tensors = {}
     for name, value in model.graph.initializers.items():
         assert value.dtype is not None and value.shape is not None and value.shape.is_static()
-        tensors[name] = (_DTYPES[value.dtype], value.shape.numpy())
+        shape = value.shape.numpy()
+        if value.dtype == ir.DataType.INT4:
+            tensors[name] = ("uint8", (*shape[:-1], shape[-1] // 2))
+        else:
+            tensors[name] = (_DTYPES[value.dtype], shape)
     return plan_layout(tensors)
 
 

@@ -8,7 +8,7 @@ import importlib
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -24,11 +24,10 @@ from .config import MAX_POSITIONS, ModelConfig
 from .folder import plain_file
 from .hub import local_checkpoint
 from .json_fields import read_json_object
+from .tensorrt.plans import Notice, Progress, add_plans, plan_capabilities
 
-Progress = Callable[[str, int, int], None]
-"""Called with what is being done, how much of it is done, and how much there is."""
-
-TARGETS = ("onnxruntime",)
+_LOWERINGS = {"onnxruntime": ".lower.onnxruntime", "tensorrt": ".lower.tensorrt", "tensorrt-rtx": ".lower.tensorrt"}
+TARGETS = tuple(_LOWERINGS)
 _MAX_BLOCK_SIZE = 1024
 _MAX_STEP = 1 << 20
 _MAX_ROPE_ELEMENTS = 1 << 28
@@ -41,27 +40,39 @@ def export(
     out: str | os.PathLike[str],
     *,
     target: str = "onnxruntime",
-    weights: str = "float32",
+    dtype: str | None = None,
+    weights: str | None = None,
     kv_dtype: str | None = None,
     block_size: int = 32,
     max_model_len: int | None = None,
     max_num_seqs: int = 64,
     max_num_batched_tokens: int = 1024,
+    compute_capabilities: Sequence[str] = (),
+    strip_weights: bool = False,
     overwrite: bool = False,
     progress: Progress | None = None,
+    notice: Notice | None = None,
 ) -> EngineDir:
     """Write the engine folder `out` for a checkpoint, a folder or a hub id, and return it.
 
-    weights: how matrices are stored, float32, float16 or bfloat16. kv_dtype: the KV cache's type, float32 (default) or float16.
-    block_size: tokens in a KV block. max_model_len: tokens in a sequence, by default all positions of the model; more of them
-    are a warning, for the model was not made for that, and with dynamic RoPE scaling they are how it is used. max_num_seqs and
-    max_num_batched_tokens: sequences and tokens in a step. overwrite: replace an engine folder that is there. The folder appears
-    when it is complete. Raises ConfigError, before anything is written where that can be known, naming what is wrong.
+    target: onnxruntime computes on the CPU; tensorrt also gives a plan for the GPU in this machine, tensorrt-rtx plans for
+    `compute_capabilities` (8.9 and 12.0 by default), whatever is in it. dtype: what is computed in: float32 on the CPU, bfloat16
+    (default) or float16 on a GPU. weights: how matrices are stored: float32 (default), float16 or bfloat16 on the CPU; as dtype
+    (default), fp8, fp8-channel or int4 on a GPU. kv_dtype: the KV cache's type: float32 (default) or float16 on the CPU; as dtype
+    (default) or fp8 on a GPU. block_size: tokens in a KV block. max_model_len: tokens in a sequence, by default all positions of
+    the model; more of them are a warning, for the model was not made for that, and with dynamic RoPE scaling they are how it is
+    used. max_num_seqs and max_num_batched_tokens: sequences and tokens in a step. strip_weights: plans without weights; the
+    runtime takes them from the weight file. overwrite: replace an engine folder that is there. notice: is told what was built.
+
+    The folder appears when it is complete. Raises ConfigError, before anything is written where that can be known, naming what is
+    wrong. Where a plan is all that cannot be built, it is raised after the rest was written: `build_plans` makes one from the
+    folder, on a machine that has what is missing here.
     """
-    _choice("target", target, TARGETS)
-    lowering = _load(".lower.onnxruntime")
-    _choice("weights", weights, lowering.WEIGHT_DTYPES)
-    kv_dtype = _choice("kv_dtype", kv_dtype or lowering.COMPUTE_DTYPE, lowering.KV_DTYPES)
+    lowering = _load(_LOWERINGS[_choice("target", target, TARGETS)])
+    dtype = _choice("dtype", dtype or lowering.DTYPES[0], lowering.DTYPES)
+    weights = _choice("weights", weights or lowering.weight_formats(dtype)[0], lowering.weight_formats(dtype))
+    kv_dtype = _choice("kv_dtype", kv_dtype or lowering.kv_dtypes(dtype)[0], lowering.kv_dtypes(dtype))
+    capabilities = plan_capabilities(target, weights, compute_capabilities)
     _integer("block_size", block_size, _MAX_BLOCK_SIZE)
     report = progress or _silent
     report("reading the checkpoint", 0, 1)
@@ -75,7 +86,7 @@ def export(
         producer=_producer(),
         target=target,
         model=model_spec(config),
-        dtype=lowering.COMPUTE_DTYPE,
+        dtype=dtype,
         weights=weights,
         kv_dtype=kv_dtype,
         block_size=block_size,
@@ -93,12 +104,22 @@ def export(
             for name, data in texts.items():
                 (writer.path / name).write_bytes(data)
             report("sealing", 0, 1)
-            writer.seal(manifest)
-    report("sealing", 1, 1)
+            engine = writer.seal(manifest)
+            report("sealing", 1, 1)
+            no_plan = add_plans(engine, writer.path, capabilities, strip_weights, report, notice or _ignore)
+    if no_plan is not None:
+        raise ConfigError(
+            f"engine folder {os.fspath(out)} has all but its plan, which was not built: {no_plan}. "
+            f"Where it can be built, run: qwenrt build {os.fspath(out)}"
+        )
     return EngineDir.open(out)
 
 
 def _silent(stage: str, done: int, total: int) -> None:
+    pass
+
+
+def _ignore(line: str) -> None:
     pass
 
 

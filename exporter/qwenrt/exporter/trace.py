@@ -27,6 +27,12 @@ from .modeling import Qwen3ForCausalLM
 
 INDEX_INPUTS = ("input_ids", "positions", "block_tables", "seq_lens", "query_start", "logits_indices")
 
+_KV_DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "fp8": torch.float8_e4m3fn,
+}
 _SCOPES = "pkg.torch.onnx.name_scopes"
 _SIZES = {"num_tokens": "T", "num_seqs": "S", "num_logits": "R"}
 """The names of the graph's sizes, by those that torch.export has for them: to its algebra, S is not a name."""
@@ -37,7 +43,7 @@ def trace(config: ModelConfig, *, opset: int, block_size: int, max_model_len: in
     register_onnx_schemas()
     with torch.device("meta"):
         module = Qwen3ForCausalLM(config, block_size=block_size, max_model_len=max_model_len).eval()
-        inputs = _example_inputs(config, block_size, getattr(torch, kv_dtype))
+        inputs = _example_inputs(config, block_size, _KV_DTYPES[kv_dtype])
     layers = range(config.num_layers)
     with _quiet():
         program = torch.onnx.export(

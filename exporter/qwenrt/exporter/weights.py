@@ -1,13 +1,14 @@
-"""The engine's weight file: one safetensors file that ONNX Runtime maps as external data, written tensor by tensor."""
+"""The engine's weight file: one safetensors file that the graph's external data points into, written matrix by matrix."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -19,10 +20,34 @@ from .safetensors_file import DTYPES
 
 PAGE = 4096
 _CHUNK_ELEMENTS = 1 << 22
-_CODES = {name: code for code, name in DTYPES.items()}
-_ITEM_SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
+_CODES = {name: code for code, name in DTYPES.items()} | {"uint8": "U8", "float8_e4m3fn": "F8_E4M3"}
+_ITEM_SIZES = {"float32": 4, "float16": 2, "bfloat16": 2, "uint8": 1, "float8_e4m3fn": 1}
 
 Array = npt.NDArray[Any]
+
+
+class Encoding(Protocol):
+    """How a matrix of the checkpoint becomes other tensors: codes, scales."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The tensors of the file; row i of each is made from row i of the matrix."""
+
+    def encode(self, rows: npt.NDArray[np.float32]) -> tuple[Array, ...]:
+        """The rows [n, K] as rows of each tensor, in the type that it is stored in (bfloat16 as uint16)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Contents:
+    """Where the values of the file's tensors come from.
+
+    sources: for each parameter of the model, the checkpoint tensors that it is made of, one below the other; computed: tensors
+    that are in no checkpoint; encodings: parameters that the file holds encoded.
+    """
+
+    sources: Mapping[str, tuple[str, ...]]
+    computed: Mapping[str, Array]
+    encodings: Mapping[str, Encoding]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,14 +73,14 @@ def plan_layout(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> Layout:
     """Place tensors given as name -> (dtype, shape).
 
     The data starts on a page. safetensors allows no holes between tensors, so those that fill whole pages come first: each of
-    them starts on a page too, and can be mapped by itself.
+    them starts on a page too, and can be mapped by itself. The others follow by item size, so that all are aligned.
     """
 
     def size(name: str) -> int:
         dtype, shape = tensors[name]
         return math.prod(shape) * _ITEM_SIZES[dtype]
 
-    order = sorted(tensors, key=lambda name: size(name) % PAGE != 0)
+    order = sorted(tensors, key=lambda name: (size(name) % PAGE != 0, -_ITEM_SIZES[tensors[name][0]]))
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name in order:
@@ -72,39 +97,60 @@ def plan_layout(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> Layout:
 
 
 def write_weights(
-    path: Path,
-    layout: Layout,
-    checkpoint: Checkpoint,
-    sources: Mapping[str, tuple[str, ...]],
-    computed: Mapping[str, Array],
-    progress: Callable[[int, int], None],
+    path: Path, layout: Layout, checkpoint: Checkpoint, contents: Contents, progress: Callable[[int, int], None]
 ) -> None:
-    """Write the file: each tensor is the checkpoint tensors `sources[name]` one below the other, or the array `computed[name]`.
+    """Write the file.
 
     Converts in chunks; memory stays below a few hundred MiB beyond the largest tensor of the checkpoint. `progress` is called
     with bytes written and bytes in all. Raises ConfigError if a value does not fit the file's type.
     """
+    encoded = {name for encoding in contents.encodings.values() for name in encoding.names}
     with path.open("xb", buffering=0) as file:
-        done = _write(file, layout.header)
+        descriptor = file.fileno()
+        done = _write(descriptor, 0, layout.header)
         for name, place in layout.tensors.items():
-            for chunk in _chunks(name, checkpoint, sources, computed):
-                done += _write(file, _converted(chunk, place.dtype, name))
+            offset = place.offset
+            for chunk in () if name in encoded else _chunks(name, checkpoint, contents):
+                count = _write(descriptor, offset, _converted(chunk, place.dtype, name))
+                offset, done = offset + count, done + count
+                progress(done, layout.size)
+        for name, encoding in contents.encodings.items():
+            offsets = [layout.tensors[part].offset for part in encoding.names]
+            for rows in _row_blocks(name, checkpoint, contents):
+                for index, part in enumerate(encoding.encode(rows)):
+                    count = _write(descriptor, offsets[index], np.ascontiguousarray(part))
+                    offsets[index], done = offsets[index] + count, done + count
                 progress(done, layout.size)
         assert done == layout.size
 
 
-def _chunks(
-    name: str, checkpoint: Checkpoint, sources: Mapping[str, tuple[str, ...]], computed: Mapping[str, Array]
-) -> Iterator[Array]:
+def _chunks(name: str, checkpoint: Checkpoint, contents: Contents) -> Iterator[Array]:
     """Flat pieces of a tensor, in the types that they are stored in (bfloat16 as uint16)."""
-    if name in computed:
-        yield computed[name].reshape(-1)
+    if name in contents.computed:
+        yield contents.computed[name].reshape(-1)
         return
-    for source in sources[name]:
+    for source in contents.sources[name]:
         flat = checkpoint.read(source).reshape(-1)
         for start in range(0, flat.size, _CHUNK_ELEMENTS):
             yield flat[start : start + _CHUNK_ELEMENTS]
         checkpoint.forget(source)
+
+
+def _row_blocks(name: str, checkpoint: Checkpoint, contents: Contents) -> Iterator[npt.NDArray[np.float32]]:
+    """A matrix in blocks of whole rows, float32."""
+    for source in contents.sources[name]:
+        matrix = checkpoint.read(source)
+        rows = max(1, _CHUNK_ELEMENTS // matrix.shape[1])
+        for start in range(0, matrix.shape[0], rows):
+            yield widened(matrix[start : start + rows])
+        checkpoint.forget(source)
+
+
+def widened(values: Array) -> npt.NDArray[np.float32]:
+    """float32 of what a checkpoint holds: float32, float16, or bfloat16 as its bits in uint16."""
+    if values.dtype == np.uint16:
+        return (values.astype(np.uint32) << 16).view(np.float32)
+    return values.astype(np.float32, copy=False)
 
 
 def _converted(values: Array, dtype: str, name: str) -> Array:
@@ -112,9 +158,9 @@ def _converted(values: Array, dtype: str, name: str) -> Array:
     if values.dtype == np.uint16 and dtype == "bfloat16":
         return values
     if values.dtype == np.uint16:
-        values = (values.astype(np.uint32) << 16).view(np.float32)
+        values = widened(values)
     if dtype == "bfloat16":
-        return _rounded_to_bfloat16(values.astype(np.float32, copy=False))
+        return rounded_to_bfloat16(values.astype(np.float32, copy=False))
     with np.errstate(over="ignore"):
         result = values.astype(dtype, copy=False)
     if dtype == "float16" and bool(np.any(np.isinf(result) & np.isfinite(values))):
@@ -122,17 +168,18 @@ def _converted(values: Array, dtype: str, name: str) -> Array:
     return result
 
 
-def _rounded_to_bfloat16(values: npt.NDArray[np.float32]) -> Array:
+def rounded_to_bfloat16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
+    """The bits of the values as bfloat16, rounded to nearest even."""
     bits = values.view(np.uint32)
     rounded = ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
     # Rounding could carry a NaN into the sign bit.
     return np.where(np.isnan(values), np.uint16(0x7FC0), rounded)
 
 
-def _write(file: BinaryIO, data: Array | bytes) -> int:
-    """Write all of a piece, which the system may take in parts."""
+def _write(descriptor: int, offset: int, data: Array | bytes) -> int:
+    """Write all of a piece at its place, which the system may take in parts; returns its size."""
     view = memoryview(data) if isinstance(data, bytes) else data.data.cast("B")
     written = 0
     while written < len(view):
-        written += file.write(view[written:])
+        written += os.pwrite(descriptor, view[written:], offset + written)
     return written

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 DOMAIN = "qwenrt"
+PLAN_VERSION = 1
+"""Of what the TensorRT plugin writes into a plan; raise it when the fields, or what they mean, change."""
 
 Dim = int | str | None
 """A dimension: known, symbolic, or unknown."""
@@ -237,7 +239,8 @@ def _shape_of(tensor: Any) -> Shape:
 def cpp_header() -> str:
     """The specs as C++ constants, one namespace an op."""
     lines = ["// Generated from schema.py.", "#pragma once", "", "namespace qwenrt::ops {", ""]
-    lines += [f'inline constexpr char kDomain[] = "{DOMAIN}";', ""]
+    lines += [f'inline constexpr char kDomain[] = "{DOMAIN}";']
+    lines += [f"inline constexpr int kPlanVersion = {PLAN_VERSION};", ""]
     for spec in OPS:
         lines += [f"namespace {_snake(spec.name)} {{", f'inline constexpr char kName[] = "{spec.name}";']
         lines += [f"inline constexpr int kVersion = {spec.version};"]

@@ -24,11 +24,14 @@ from typing import Any
 from qwenrt.plugins import ConfigError
 from qwenrt.plugins.schema import PAGED_ATTENTION
 
+from .plan import Plan
+
 FORMAT_VERSION = 1
 MANIFEST_NAME = "engine.json"
 _MAX_MANIFEST_BYTES = 1 << 20
 _MAX_SIZE = 1 << 24
 """Of every dimension and limit: what a runtime allocates for them stays bounded."""
+_ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8": 1}
 _HASHED_AT_LOAD_BYTES = 64 << 20
 """Files up to this size are hashed whenever a folder is opened; larger ones (weights) only by `EngineDir.verify`."""
 
@@ -91,14 +94,21 @@ class EngineManifest:
     eos_token_ids: tuple[int, ...]
     opset: int
     plugin_version: int
+    plans: tuple[Plan, ...] = ()
     files: dict[str, FileEntry] = dataclasses.field(default_factory=dict)
     format_version: int = FORMAT_VERSION
 
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of K and V that one token takes in all layers' pools."""
-        item = {"float32": 4, "float16": 2, "bfloat16": 2}[self.kv_dtype]
+        item = _ITEM_BYTES[self.kv_dtype]
         return self.model.num_layers * 2 * self.model.num_kv_heads * self.model.head_dim * item
+
+    @property
+    def network_name(self) -> str:
+        """What a plan of this folder is called inside: the same for the same graph and weights only."""
+        digests = "".join(self.files[name].sha256 for name in ("model.onnx", "model.safetensors") if name in self.files)
+        return f"qwenrt-{hashlib.sha256(digests.encode()).hexdigest()[:32]}"
 
     def to_json(self) -> str:
         """The manifest as indented JSON text."""
@@ -144,8 +154,10 @@ class EngineManifest:
                 raise ConfigError(
                     f"{MANIFEST_NAME}: {name} is {value}, must be 1 to {_MAX_SIZE}; export the engine again"
                 )
-        if self.kv_dtype not in ("float32", "float16", "bfloat16"):
-            raise ConfigError(f"{MANIFEST_NAME}: kv_dtype is {self.kv_dtype!r}, must be float32, float16 or bfloat16")
+        if self.kv_dtype not in _ITEM_BYTES:
+            raise ConfigError(
+                f"{MANIFEST_NAME}: kv_dtype is {self.kv_dtype!r}, must be one of {', '.join(_ITEM_BYTES)}"
+            )
         for token in self.eos_token_ids:
             if not 0 <= token < self.model.vocab_size:
                 raise ConfigError(
@@ -154,6 +166,13 @@ class EngineManifest:
         for name in self.files:
             if name in ("", ".", "..", MANIFEST_NAME) or any(c in name for c in "/\\\0"):
                 raise ConfigError(f"{MANIFEST_NAME}: files holds {name!r}, which is not a plain file name")
+        for plan in self.plans:
+            try:
+                plan.check()
+            except ConfigError as error:
+                raise ConfigError(f"{MANIFEST_NAME}: {error}; export the engine again") from None
+            if plan.file not in self.files:
+                raise ConfigError(f"{MANIFEST_NAME}: plans holds {plan.file!r}, which is not in files")
 
 
 def _decode(kind: Any, value: Any, where: str) -> Any:
@@ -254,19 +273,13 @@ class EngineDirWriter:
         self.path = path
         self.sealed = False
 
-    def seal(self, manifest: EngineManifest) -> None:
-        """Hash the files now in the folder and write the manifest that lists them."""
-        files = {}
-        for path in sorted(self.path.iterdir()):
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-            files[path.name] = FileEntry(size=path.stat().st_size, sha256=sha256_of(path))
-        manifest_path = self.path / MANIFEST_NAME
-        with manifest_path.open("w", encoding="utf-8") as text:
-            text.write(dataclasses.replace(manifest, files=files).to_json())
-            text.flush()
-            os.fsync(text.fileno())
+    def seal(self, manifest: EngineManifest) -> EngineDir:
+        """Hash the files now in the folder and write the manifest that lists them; returns the folder, which has no name yet."""
+        files = {path.name: _synced_entry(path) for path in sorted(self.path.iterdir())}
+        sealed = dataclasses.replace(manifest, files=files)
+        _write_manifest(self.path, sealed)
         self.sealed = True
+        return EngineDir(self.path, sealed)
 
 
 @contextlib.contextmanager
@@ -279,6 +292,23 @@ def write_engine_dir(out: str | os.PathLike[str], *, overwrite: bool = False) ->
     """
     target = Path(os.path.abspath(out))
     _check_target(target, overwrite)
+    with staging_folder(target) as partial:
+        writer = EngineDirWriter(partial)
+        yield writer
+        assert writer.sealed, "an engine folder was not sealed"
+        _check_target(target, overwrite)
+        if not target.exists():
+            partial.rename(target)
+        elif not _exchanged(partial, target):
+            _rename_over(partial, target)
+
+
+@contextlib.contextmanager
+def staging_folder(target: Path) -> Iterator[Path]:
+    """A hidden sibling of the engine folder `target`, locked while the block runs and removed after it.
+
+    What killed processes left of theirs is removed first. Raises ConfigError when the parent cannot be written.
+    """
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         _remove_abandoned(target)
@@ -288,14 +318,7 @@ def write_engine_dir(out: str | os.PathLike[str], *, overwrite: bool = False) ->
             f"cannot write engine folder {target}: {error.strerror}; choose a folder that you can write"
         ) from None
     try:
-        writer = EngineDirWriter(partial)
-        yield writer
-        assert writer.sealed, "an engine folder was not sealed"
-        _check_target(target, overwrite)
-        if not target.exists():
-            partial.rename(target)
-        elif not _exchanged(partial, target):
-            _rename_over(partial, target)
+        yield partial
     finally:
         shutil.rmtree(partial, ignore_errors=True)
         os.close(lock)
@@ -336,6 +359,43 @@ def _rename_over(partial: Path, target: Path) -> None:
         replaced.rename(target)
         raise
     shutil.rmtree(replaced, ignore_errors=True)
+
+
+def add_plan(engine: EngineDir, plan: Plan, built: Path) -> EngineDir:
+    """Move the plan at `built`, on the folder's disk, into the folder, and list it in place of one of that name.
+
+    Wherever this is killed the folder stays whole: the manifest names a plan only while its file is what the manifest says.
+    """
+    entry = _synced_entry(built)
+    # The graph is the one file of a folder that is never replaced.
+    with engine.file("model.onnx").open("rb") as graph:
+        fcntl.flock(graph, fcntl.LOCK_EX)
+        manifest = EngineDir.open(engine.path).manifest
+        files = {name: file for name, file in manifest.files.items() if name != plan.file}
+        plans = tuple(one for one in manifest.plans if one.file != plan.file)
+        if plan.file in manifest.files:
+            _write_manifest(engine.path, dataclasses.replace(manifest, files=files, plans=plans))
+        built.replace(engine.path / plan.file)
+        extended = dataclasses.replace(manifest, files={**files, plan.file: entry}, plans=(*plans, plan))
+        _write_manifest(engine.path, extended)
+    return EngineDir(engine.path, extended)
+
+
+def _synced_entry(path: Path) -> FileEntry:
+    """Size and hash of a file that is safe on the disk."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+    return FileEntry(size=path.stat().st_size, sha256=sha256_of(path))
+
+
+def _write_manifest(folder: Path, manifest: EngineManifest) -> None:
+    """Write `engine.json` in one step."""
+    partial = folder / f".{MANIFEST_NAME}.partial"
+    with partial.open("w", encoding="utf-8") as text:
+        text.write(manifest.to_json())
+        text.flush()
+        os.fsync(text.fileno())
+    partial.replace(folder / MANIFEST_NAME)
 
 
 def _check_target(target: Path, overwrite: bool) -> None:

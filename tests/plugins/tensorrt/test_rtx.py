@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,8 @@ from onnx import TensorProto, helper, numpy_helper
 
 from qwenrt.plugins.schema import DOMAIN, PAGED_ATTENTION
 
-from .build import FOLDER, build_plugin, missing, set_up
+from .build import build_plugin, missing
+from .rtx import missing_rtx, rtx_environment
 
 ATTRIBUTES = {
     "num_heads": 16,
@@ -36,14 +37,16 @@ SHAPES: dict[str, list[int | str]] = {
     "attn": ["T", 16 * 128],
     "kv_cache_out": ["num_blocks", 2, 8, 32, 128],
 }
-RTX = FOLDER / "rtx"
+
+POLYGRAPHY = ("-c", "from polygraphy.tools import main; main()")
+"""Its command line."""
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def plugin() -> Path:
-    if reason := missing() or set_up("rtx"):
+    if reason := missing() or missing_rtx():
         pytest.skip(reason)
     return build_plugin()
 
@@ -77,12 +80,9 @@ def one_node(
 
 
 def run(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """A command in the Python that has TensorRT for RTX, whose parser wants its library by a name that the wheel has not."""
-    environment = {**os.environ, "LD_LIBRARY_PATH": str(RTX / "lib" / "unversioned"), **variables}
-    environment.pop("PYTHONPATH", None)
-    return subprocess.run(
-        [str(RTX / "bin" / "python"), *command], env=environment, capture_output=True, text=True, check=False
-    )
+    """A Python command with TensorRT for RTX."""
+    environment = rtx_environment() | variables
+    return subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, check=False)
 
 
 def build_engine(model: Path, plugin: Path, capability: str = "SM89", how: str = "registry") -> dict[str, Any]:
@@ -169,7 +169,7 @@ def test_polygraphy_converts_with_the_plugin(plugin: Path, tmp_path: Path) -> No
         "ALIASED_PLUGIN_IO_10_03",
     ]
     done = run(
-        str(RTX / "bin" / "polygraphy"),
+        *POLYGRAPHY,
         "convert",
         str(model),
         *options,

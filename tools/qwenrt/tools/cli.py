@@ -24,6 +24,7 @@ from .signals import Stopped, catch_signals
 
 COMMANDS = {
     "export": ("export", "Turn a checkpoint into an engine folder."),
+    "build": ("build", "Build TensorRT plans for an engine folder."),
     "generate": ("generate", "Answer prompts with an engine."),
     "chat": ("chat", "Talk with an engine or a server."),
     "serve": ("serve", "Serve an engine over HTTP, with OpenAI's API and a chat page at /."),

@@ -10,20 +10,37 @@ import click
 
 from qwenrt.exporter import export
 
+from .build import build_notices, plan_options
 from .options import COUNT
 from .progress import stages_bar
 
+_BY_TARGET = "[default: float32 for onnxruntime, else bfloat16]"
 _DEFAULTS = {name: parameter.default for name, parameter in signature(export).parameters.items()}
 
 
 @click.command()
 @click.argument("model")
 @click.argument("out", type=click.Path(path_type=Path))
-@click.option("--target", type=click.Choice(["onnxruntime"]), default=_DEFAULTS["target"], show_default=True)
 @click.option(
-    "--weights", type=click.Choice(["float32", "float16", "bfloat16"]), default=_DEFAULTS["weights"], show_default=True
+    "--target",
+    type=click.Choice(["onnxruntime", "tensorrt", "tensorrt-rtx"]),
+    default=_DEFAULTS["target"],
+    show_default=True,
+    help="What runs the engine.",
 )
-@click.option("--kv-dtype", type=click.Choice(["float32", "float16"]), help="Type of the KV cache.  [default: float32]")
+@click.option(
+    "--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help=f"What is computed in.  {_BY_TARGET}"
+)
+@click.option(
+    "--weights",
+    type=click.Choice(["float32", "float16", "bfloat16", "fp8", "fp8-channel", "int4"]),
+    help="How matrices are stored.  [default: as --dtype]",
+)
+@click.option(
+    "--kv-dtype",
+    type=click.Choice(["float32", "float16", "bfloat16", "fp8"]),
+    help="Type of the KV cache.  [default: as --dtype]",
+)
 @click.option(
     "--block-size", type=COUNT, default=_DEFAULTS["block_size"], show_default=True, help="Tokens in a KV block."
 )
@@ -38,6 +55,7 @@ _DEFAULTS = {name: parameter.default for name, parameter in signature(export).pa
     show_default=True,
     help="Tokens in a step.",
 )
+@plan_options
 @click.option("--force", is_flag=True, help="Replace an engine folder at OUT.")
 def command(model: str, out: Path, force: bool, **options: Any) -> None:
     """Turn a checkpoint into an engine folder.
@@ -45,12 +63,17 @@ def command(model: str, out: Path, force: bool, **options: Any) -> None:
     MODEL is a folder with a Qwen3 checkpoint (config.json, safetensors, tokenizer), or the name of one on the Hugging Face hub.
     OUT appears only once it is complete. Prints the folder.
 
+    Target tensorrt builds a plan for the GPU in this machine. Where TensorRT or the GPU is missing the folder has all but the
+    plan, which `qwenrt build` makes from it on another machine. Target tensorrt-rtx builds plans on any machine.
+
     \b
     Examples:
       qwenrt export ./Qwen3-0.6B engines/qwen3-0.6b
       qwenrt export Qwen/Qwen3-0.6B engines/qwen3-0.6b --max-model-len 4096
       qwenrt export ./Qwen3-0.6B engines/small-cache --kv-dtype float16 --force
+      qwenrt export ./Qwen3-0.6B engines/gpu --target tensorrt
+      qwenrt export ./Qwen3-0.6B engines/rtx --target tensorrt-rtx --compute-capability 8.9
     """
-    with stages_bar(f"exporting {model}") as progress:
-        export(model, out, overwrite=force, progress=progress, **options)
+    with build_notices() as notice, stages_bar(f"exporting {model}") as progress:
+        export(model, out, overwrite=force, progress=progress, notice=notice, **options)
     click.echo(out)

@@ -135,7 +135,7 @@ def inspect_checkpoint(path: Path) -> dict[str, Any]:
 
 
 def _print(report: dict[str, Any]) -> None:
-    model = report["model"]
+    model, plans = report["model"], report.get("plans", [])
     heads = f"{model['num_heads']} query, {model['num_kv_heads']} key/value, of {model['head_dim']}"
     shape = {
         "architecture": model["architecture"],
@@ -163,6 +163,8 @@ def _print(report: dict[str, Any]) -> None:
             "limits": f"{limits['max_num_seqs']} sequences and {limits['max_num_batched_tokens']} tokens a step, "
             f"{limits['max_model_len']} tokens a sequence",
         }
+        if report["target"] != "onnxruntime" and not plans:
+            shape["plans"] = f"none; build one with: qwenrt build {report['path']}"
     else:
         shape["weights"] = ", ".join(f"{name} {_size(size)}" for name, size in report["dtypes"].items())
     shape["KV cache"] = (
@@ -180,9 +182,44 @@ def _print(report: dict[str, Any]) -> None:
         files.add_row(Text(printable(file["name"])), size, Text(state, _STYLES.get(state.split()[0], "red")))
     files.add_row("", _size(report["total_bytes"]), "in all")
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+    parts = [Text(f"{report['kind']} {printable(report['path'])}", "bold"), "", facts, "", files]
+    if plans:
+        parts += ["", _plan_table(report), "", _profile_table(plans)]
     with console.capture() as capture:
-        console.print(Text(f"{report['kind']} {printable(report['path'])}", "bold"), "", facts, "", files, sep="\n")
+        console.print(*parts, sep="\n")
     click.echo("\n".join(line.rstrip() for line in capture.get().splitlines()))
+
+
+def _plan_table(report: dict[str, Any]) -> Table:
+    """For which GPU each plan is, what built it, and the GPU memory that it takes beside the KV cache."""
+    sizes = {file["name"]: file["size"] for file in report["files"]}
+    table = Table("plan", "GPU", "TensorRT", "plugin", "weights", "activations", box=None, padding=(0, 2, 0, 0))
+    for plan in report["plans"]:
+        weights = sizes["model.safetensors" if plan["stripped"] else plan["file"]]
+        table.add_row(
+            Text(printable(plan["file"])),
+            f"compute capability {printable(plan['compute_capability'])}",
+            Text(printable(plan["tensorrt_version"])),
+            f"plan version {plan['plan_version']}",
+            f"{_size(weights)} {'from model.safetensors' if plan['stripped'] else 'inside'}",
+            _size(plan["activation_bytes"]),
+        )
+    return table
+
+
+def _profile_table(plans: list[dict[str, Any]]) -> Table:
+    """The steps that plans take, smallest to largest (usual); plans with the same profiles share their rows."""
+    dimensions = ("num_tokens", "num_seqs", "num_logits", "max_blocks", "num_blocks")
+    titles = ("tokens", "sequences", "logits rows", "blocks a sequence", "blocks in the pool")
+    table = Table("profile", *titles, box=None, padding=(0, 2, 0, 0))
+    seen: list[dict[str, Any]] = []
+    for profile in (profile for plan in plans for profile in plan["profiles"]):
+        if profile not in seen:
+            seen.append(profile)
+            ranges = [profile[name] for name in dimensions]
+            cells = [f"{size['min']:,} to {size['max']:,} ({size['opt']:,})" for size in ranges]
+            table.add_row(Text(printable(profile["name"])), *cells)
+    return table
 
 
 def _size(count: int) -> str:

@@ -6,14 +6,24 @@ import onnx_ir as ir
 
 from qwenrt.plugins.schema import DOMAIN, LINEAR, register_onnx_schemas
 
-COMPUTE_DTYPE = "float32"
-WEIGHT_DTYPES = ("float32", "float16", "bfloat16")
-KV_DTYPES = ("float32", "float16")
+from . import Lowered
+
+DTYPES = ("float32",)
 OPSET = 23
 """Where RMSNormalization is one node."""
 
 
-def lower(model: ir.Model, weights: str) -> None:
+def weight_formats(dtype: str) -> tuple[str, ...]:
+    """How matrices may be stored, the default first."""
+    return "float32", "float16", "bfloat16"
+
+
+def kv_dtypes(dtype: str) -> tuple[str, ...]:
+    """Types of the KV cache, the default first."""
+    return "float32", "float16"
+
+
+def lower(model: ir.Model, weights: str) -> Lowered:
     """Change a float32 trace in place for ONNX Runtime's CPU kernels, with matrices stored as `weights`.
 
     Every Gemm becomes a `Linear` node of ours, which reads the matrix where the file is mapped: ONNX Runtime's own kernel is fast
@@ -36,6 +46,7 @@ def lower(model: ir.Model, weights: str) -> None:
             and node.inputs[0] in model.graph.initializers.values()
         ):
             _cast_output(model.graph, node, stored)
+    return Lowered()
 
 
 def _cast_output(graph: ir.Graph, node: ir.Node, stored: ir.DataType) -> None:

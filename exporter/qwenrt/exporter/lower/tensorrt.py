@@ -1,0 +1,82 @@
+"""TensorRT and TensorRT for RTX: computes in bfloat16 or float16, in float32 where the checkpoint's own code does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from . import Lowered
+from .tensorrt_weights import FORMATS, Ranges, quantize
+
+DTYPES = ("bfloat16", "float16")
+OPSET = 23
+"""Where RMSNormalization is one node."""
+
+_ONES = "norm.ones"
+"""An initializer [hidden_size] of float32 ones: the scale of every RMSNormalization."""
+
+
+def weight_formats(dtype: str) -> tuple[str, ...]:
+    """How matrices may be stored where the graph computes in `dtype`, the default first."""
+    return dtype, *FORMATS
+
+
+def kv_dtypes(dtype: str) -> tuple[str, ...]:
+    """Types of the KV cache where the graph computes in `dtype`, the default first."""
+    return dtype, "fp8"
+
+
+def lower(model: ir.Model, dtype: str, weights: str, ranges: Ranges | None) -> Lowered:
+    """Change a float32 trace in place into a graph of `dtype`, for a strongly typed network: every type is what the graph says.
+
+    A norm is what transformers' Qwen3RMSNorm does: normalised in float32, rounded to `dtype`, times the weight in `dtype`. The
+    RoPE table stays float32; PagedAttention's softmax and sums are float32 by its spec. weights: `dtype`, or a format with Q/DQ
+    nodes before the Gemms, of which fp8 and fp8-channel need `ranges`. Raises ConfigError if the matrices do not suit the format.
+    """
+    element = ir.DataType[dtype.upper()]
+    for value in model.graph.initializers.values():
+        if value.name != "rope":
+            value.dtype = element
+    for node in list(model.graph):
+        if node.op_type == "RMSNormalization":
+            _normalise_in_float32(model.graph, node, element)
+    quantized = Lowered() if weights == dtype else quantize(model, weights, dtype, ranges)
+    _cast_logits(model.graph, element)
+    ones = model.graph.initializers[_ONES].shape.numpy()
+    return Lowered({_ONES: np.ones(ones, np.float32), **quantized.computed}, quantized.encodings)
+
+
+def _normalise_in_float32(graph: ir.Graph, node: ir.Node, element: ir.DataType) -> None:
+    x, weight = node.inputs
+    output = node.outputs[0]
+    assert weight is not None and node.name is not None
+    ones = graph.initializers.get(_ONES)
+    if ones is None:
+        ones = ir.Value(name=_ONES, type=ir.TensorType(ir.DataType.FLOAT), shape=weight.shape)
+        graph.initializers[_ONES] = ones
+    widened = _node("Cast", [x], {"to": ir.DataType.FLOAT}, f"{node.name}.widened")
+    normal = _node("RMSNormalization", [widened.outputs[0], ones], dict(node.attributes), f"{node.name}.normal")
+    rounded = _node("Cast", [normal.outputs[0]], {"to": element}, f"{node.name}.rounded")
+    scaled = _node("Mul", [rounded.outputs[0], weight], {}, node.name)
+    nodes = [widened, normal, rounded, scaled]
+    ir.convenience.replace_nodes_and_values(graph, node, [node], nodes, [output], [scaled.outputs[0]])
+
+
+def _cast_logits(graph: ir.Graph, element: ir.DataType) -> None:
+    logits = graph.outputs[0]
+    head = logits.producer()
+    assert head is not None
+    cast = _node("Cast", [logits], {"to": ir.DataType.FLOAT}, "logits")
+    cast.outputs[0].shape, cast.outputs[0].dtype = logits.shape, ir.DataType.FLOAT
+    logits.name, logits.dtype = f"logits.{element.name.lower()}", element
+    graph.insert_after(head, cast)
+    graph.outputs[0] = cast.outputs[0]
+
+
+def _node(op: str, inputs: list[ir.Value | None], attributes: dict[str, Any], name: str) -> ir.Node:
+    """A node with one output of its name."""
+    node = ir.node(op, inputs, attributes, name=name)
+    node.outputs[0].name = name
+    return node
