@@ -362,6 +362,27 @@ def run_on(machine: dict[str, str], plugin: Path, *arguments: str | Path) -> str
     return stdout
 
 
+def test_a_mixture_of_experts_is_refused(tmp_path: Path) -> None:
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", family="qwen3_moe", num_hidden_layers=1, **experts)
+    with pytest.raises(
+        ConfigError, match="a mixture of experts is not built for tensorrt-rtx yet; take target onnxruntime"
+    ):
+        export(checkpoint, tmp_path / "engine", target="tensorrt-rtx")
+    assert not (tmp_path / "engine").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", ["bfloat16", "int4", "fp8"])
+def test_a_decoder_with_biases_and_without_norms_of_q_and_k_is_built(weights: str, tmp_path: Path) -> None:
+    shape = {"head_dim": 64, "hidden_size": 256, "tie_word_embeddings": False, "num_hidden_layers": 2}
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", family="qwen2", **shape)
+    engine = export(
+        checkpoint, tmp_path / "engine", target="tensorrt-rtx", weights=weights, compute_capabilities=["8.9"]
+    )
+    assert [plan.compute_capability for plan in engine.manifest.plans] == ["8.9"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("weights", "capability"),

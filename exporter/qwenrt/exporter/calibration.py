@@ -54,7 +54,8 @@ def measure_ranges(
         prefix = f"model.layers.{layer}."
         module = Qwen3DecoderLayer(config, layer, block_size)
         for name, parameter in module.named_parameters():
-            parameter.copy_(_read(checkpoint, sources[prefix + name]))
+            if sources[prefix + name]:  # a family without norms of q and k has none for them
+                parameter.copy_(_read(checkpoint, sources[prefix + name]))
         for name, child in module.named_modules():
             if isinstance(child, nn.Linear):
                 weights[prefix + name] = float(child.weight.abs().max())

@@ -77,6 +77,8 @@ def export(
     report = progress or _silent
     report("reading the checkpoint", 0, 1)
     config = ModelConfig.from_dir(local_checkpoint(model, weights=False))
+    if config.experts is not None and target != "onnxruntime":
+        raise ConfigError(f"a mixture of experts is not built for {target} yet; take target onnxruntime")
     limits = _limits(config, max_model_len, max_num_seqs, max_num_batched_tokens)
     folder = local_checkpoint(model, weights=True)
     checkpoint = open_checkpoint(folder)
