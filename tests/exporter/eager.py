@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from qwenrt.exporter import Checkpoint, ModelConfig, open_checkpoint
-from qwenrt.exporter.modeling import Qwen3ForCausalLM, parameter_sources
+from qwenrt.exporter import eager
+from qwenrt.exporter.modeling import Qwen3ForCausalLM
 
 Array = npt.NDArray[np.int32]
+
+load_module = functools.partial(eager.load_module, max_model_len=256)
 
 
 class Step(NamedTuple):
@@ -51,20 +53,6 @@ def scattered_blocks(num_seqs: int, max_blocks: int, num_blocks: int, seed: int 
     return blocks.reshape(num_seqs, max_blocks).astype(np.int32)
 
 
-def load_module(folder: Path, *, block_size: int, max_model_len: int = 256) -> Qwen3ForCausalLM:
-    """Qwen3ForCausalLM in float32 with the weights of a checkpoint."""
-    config, checkpoint = ModelConfig.from_dir(folder), open_checkpoint(folder)
-    checkpoint.check(config)
-    module = Qwen3ForCausalLM(config, block_size=block_size, max_model_len=max_model_len).eval()
-    state = {
-        name: torch.cat([torch.empty(0), *(_tensor(checkpoint, source) for source in sources)])
-        for name, sources in parameter_sources(config).items()
-    }
-    state["rope"] = torch.from_numpy(config.rope.table(max_model_len, config.head_dim))
-    module.load_state_dict(state, strict=True)
-    return module
-
-
 def empty_caches(module: Qwen3ForCausalLM, num_blocks: int, block_size: int) -> list[torch.Tensor]:
     config = module.config
     shape = (num_blocks, 2, config.num_kv_heads, block_size, config.head_dim)
@@ -77,9 +65,3 @@ def run(module: Qwen3ForCausalLM, step: Step, caches: list[torch.Tensor]) -> tup
     """Logits [R, vocab] and the caches after the step."""
     logits, caches = module(*(torch.from_numpy(array) for array in step), caches)
     return logits, caches
-
-
-def _tensor(checkpoint: Checkpoint, name: str) -> torch.Tensor:
-    array = np.array(checkpoint.read(name))
-    tensor = torch.from_numpy(array)
-    return (tensor.view(torch.bfloat16) if array.dtype == np.uint16 else tensor).float()

@@ -104,9 +104,13 @@ def _check_shapes(inputs: dict[str, Tensor], sizes: dict[str, int]) -> None:
 
 
 def _paged_attention(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """The functional op; half types, which the kernel lacks, are computed in float32 and rounded."""
     tensors, attributes = _split(arguments)
-    tensors[KV_CACHE] = tensors[KV_CACHE].clone()
-    return paged_attention_in_place(*tensors, **attributes), tensors[KV_CACHE]
+    dtype, kv_dtype = tensors[0].dtype, tensors[KV_CACHE].dtype
+    tensors[:KV_CACHE] = [tensor.float() if tensor.dtype == dtype else tensor for tensor in tensors[:KV_CACHE]]
+    cache = tensors[KV_CACHE].clone() if kv_dtype in _CACHE_TYPES else tensors[KV_CACHE].float()
+    tensors[KV_CACHE] = cache
+    return paged_attention_in_place(*tensors, **attributes).to(dtype), cache.to(kv_dtype)
 
 
 def _output_shapes(*arguments: Any) -> tuple[Tensor, Tensor]:

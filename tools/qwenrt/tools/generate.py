@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -35,6 +37,11 @@ class _Failure:
 @click.option("--thinking/--no-thinking", default=None, help="With --chat: let the model think first, or not.")
 @click.option("-n", "n", type=int, default=1, show_default=True, help="Answers to each prompt.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object a line for each prompt.")
+@click.option(
+    "--record",
+    type=click.Path(path_type=Path),
+    help="Write every step's batch to a file, or a folder, in polygraphy's JSON, for qwenrt compare --inputs.",
+)
 @click.option("--logprobs", type=int, help="With --json: log-probabilities, and those of the k most likely tokens.")
 @sampling_options
 @engine_options
@@ -46,6 +53,7 @@ def command(
     system: str | None,
     thinking: bool | None,
     as_json: bool,
+    record: Path | None,
     **options: Any,
 ) -> None:
     """Answer prompts with an engine.
@@ -76,14 +84,23 @@ def command(
         return
     llm = load_llm(engine, arguments)
     template = _Template(llm, system, thinking) if chat else None
-    if len(texts) == params.n == 1 and not as_json:
-        _add(llm, "0", texts[0], template, params)
-        _stream(llm)
-        return
-    with spinner("answering") as line:
-        failed = _answer_all(llm, texts, template, params, _JsonLines(llm) if as_json else _Headed(len(texts)), line)
+    with _recorded(llm, record) if record else nullcontext():
+        if len(texts) == params.n == 1 and not as_json:
+            _add(llm, "0", texts[0], template, params)
+            _stream(llm)
+            return
+        style = _JsonLines(llm) if as_json else _Headed(len(texts))
+        with spinner("answering") as line:
+            failed = _answer_all(llm, texts, template, params, style, line)
     if failed:
         raise RequestError(f"{failed} of {len(texts)} prompts failed")
+
+
+def _recorded(llm: LLM, path: Path) -> AbstractContextManager[object]:
+    """Recording needs what generating does not."""
+    from .compare.recording import recorded
+
+    return recorded(llm, path)
 
 
 def _read_prompts(file: Any) -> list[str]:

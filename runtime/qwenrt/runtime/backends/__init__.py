@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -10,7 +10,7 @@ import numpy.typing as npt
 from qwenrt.plugins import ConfigError
 
 from ..engine_dir import EngineDir
-from ..model_runner import StepInputs
+from ..model_runner import IndexArray, StepInputs
 
 
 class Backend(Protocol):
@@ -18,6 +18,12 @@ class Backend(Protocol):
 
     def execute(self, inputs: StepInputs) -> npt.NDArray[np.float32]:
         """Run the graph once; returns logits [R, vocab], valid until the next call."""
+
+    def read_kv_blocks(self, layer: int, blocks: IndexArray) -> npt.NDArray[Any]:
+        """A copy of blocks of a layer's pool, [len(blocks), 2, num_kv_heads, block_size, head_dim], in the pool's type."""
+
+    def write_kv_blocks(self, layer: int, blocks: IndexArray, values: npt.NDArray[Any]) -> None:
+        """Overwrite blocks of a layer's pool."""
 
 
 def load_backend(name: str, engine: EngineDir, *, num_kv_blocks: int, threads: int) -> Backend:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -67,6 +68,14 @@ class OnnxRuntimeBackend:
         self._binding.bind_output("logits", "cpu", 0, np.float32, logits.shape, logits.ctypes.data)
         self._session.run_with_iobinding(self._binding)
         return logits
+
+    def read_kv_blocks(self, layer: int, blocks: npt.NDArray[np.int32]) -> npt.NDArray[Any]:
+        """A copy of blocks of a layer's pool, [len(blocks), 2, num_kv_heads, block_size, head_dim]."""
+        return self._kv_caches[layer][blocks]
+
+    def write_kv_blocks(self, layer: int, blocks: npt.NDArray[np.int32], values: npt.NDArray[Any]) -> None:
+        """Overwrite blocks of a layer's pool."""
+        self._kv_caches[layer][blocks] = values
 
 
 def _check_graph(session: ort.InferenceSession, manifest: EngineManifest) -> None:

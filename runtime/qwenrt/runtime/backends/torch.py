@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import numpy as np
@@ -94,6 +94,28 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
 }
 
 
+class Program:
+    """Nodes of an ONNX graph, in their order, as torch calls."""
+
+    def __init__(self, nodes: Iterable[onnx.NodeProto]) -> None:
+        """Raises ConfigError if there is an operator that is not known."""
+        self._calls = [_compile(node) for node in nodes]
+        self._uses = Counter(name for _, input_names, _ in self._calls for name in input_names)
+
+    @torch.inference_mode()
+    def run(self, values: dict[str, Tensor], keep: Collection[str]) -> dict[str, Tensor]:
+        """The values called `keep`, computed from `values` by name; others are dropped after their last use."""
+        uses = self._uses.copy()
+        for call, input_names, output_names in self._calls:
+            results = call(*[values[name] if name else None for name in input_names])
+            values.update(zip(output_names, results if isinstance(results, tuple) else (results,), strict=True))
+            for name in input_names:
+                uses[name] -= 1
+                if not uses[name] and name not in keep:
+                    values.pop(name, None)
+        return {name: values[name] for name in keep}
+
+
 class TorchBackend:
     """The ONNX graph of an engine as a list of torch calls; weights are mapped from model.safetensors."""
 
@@ -101,16 +123,14 @@ class TorchBackend:
         torch.set_num_threads(threads)
         manifest, spec = engine.manifest, engine.manifest.model
         graph = onnx.load(engine.file("model.onnx"), load_external_data=False).graph
-        self._constants = _load_constants(engine, graph)
-        self._nodes = [_compile(node) for node in graph.node]
-        self._uses = Counter(name for node in graph.node for name in node.input)
+        self._constants = load_constants(engine, graph.initializer)
+        self._program = Program(graph.node)
         shape = (num_kv_blocks, 2, spec.num_kv_heads, manifest.block_size, spec.head_dim)
         self._kv_caches = {
             f"kv_cache.{layer}": torch.zeros(shape, dtype=getattr(torch, manifest.kv_dtype))
             for layer in range(spec.num_layers)
         }
 
-    @torch.inference_mode()
     def execute(self, inputs: StepInputs) -> npt.NDArray[np.float32]:
         """Run the graph once; returns logits [R, vocab], valid until the next call."""
         values: dict[str, Tensor] = {
@@ -118,23 +138,24 @@ class TorchBackend:
         }
         values |= self._constants
         values |= self._kv_caches
-        uses = self._uses.copy()
-        for run, input_names, output_names in self._nodes:
-            results = run(*[values[name] if name else None for name in input_names])
-            values.update(zip(output_names, results if isinstance(results, tuple) else (results,), strict=True))
-            for name in input_names:
-                uses[name] -= 1
-                if not uses[name]:
-                    values.pop(name, None)
-        logits: npt.NDArray[np.float32] = values["logits"].numpy()
+        logits: npt.NDArray[np.float32] = self._program.run(values, ("logits",))["logits"].numpy()
         return logits
 
+    def read_kv_blocks(self, layer: int, blocks: npt.NDArray[np.int32]) -> npt.NDArray[Any]:
+        """A copy of blocks of a layer's pool, [len(blocks), 2, num_kv_heads, block_size, head_dim]."""
+        pool: npt.NDArray[Any] = self._kv_caches[f"kv_cache.{layer}"].numpy()
+        return pool[blocks]
 
-def _load_constants(engine: EngineDir, graph: onnx.GraphProto) -> dict[str, Tensor]:
-    """The graph's initializers: small ones from the graph itself, the rest mapped from the safetensors file by name."""
+    def write_kv_blocks(self, layer: int, blocks: npt.NDArray[np.int32], values: npt.NDArray[Any]) -> None:
+        """Overwrite blocks of a layer's pool."""
+        self._kv_caches[f"kv_cache.{layer}"].numpy()[blocks] = values
+
+
+def load_constants(engine: EngineDir, initializers: Iterable[onnx.TensorProto]) -> dict[str, Tensor]:
+    """Initializers of a graph by name: small ones from the graph itself, the rest mapped from the safetensors file."""
     constants = {}
     with safetensors.safe_open(engine.file("model.safetensors"), framework="pt") as weights:
-        for initializer in graph.initializer:
+        for initializer in initializers:
             if initializer.data_location == onnx.TensorProto.EXTERNAL:
                 constants[initializer.name] = weights.get_tensor(initializer.name)
             else:

@@ -1,0 +1,1 @@
+"""Proving an engine equal to PyTorch: polygraphy runners, paged batches, tolerances, reports."""

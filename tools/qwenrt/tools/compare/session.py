@@ -1,0 +1,60 @@
+"""All that one `qwenrt compare` does: an engine against each of the references that were named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+
+from qwenrt.exporter.hub import local_checkpoint
+from qwenrt.runtime import EngineDir
+
+from .batch_files import batch_writer
+from .comparison import Comparer, EngineUnderTest, Wanted
+from .references import OF_A_CHECKPOINT, ReferenceSpec, check_checkpoint, default_reference, load_reference
+from .results import Comparison
+from .sample_text import PROMPTS
+from .tolerances import overridden, tolerance_for
+
+
+def compare_engine(
+    engine: EngineDir,
+    *,
+    reference: str | None = None,
+    against: Sequence[str] = (),
+    backend: str | None = None,
+    layers: bool = False,
+    bisect: bool = False,
+    tokens: int = 32,
+    prompts: Sequence[str] | None = None,
+    inputs: Path | None = None,
+    save_inputs: Path | None = None,
+    perplexity: str | None = None,
+    window: int = 512,
+    tolerances: Mapping[str, float] | None = None,
+    threads: int | None = None,
+    progress: Callable[[str], None] = lambda line: None,
+) -> list[Comparison]:
+    """Compare an engine folder with each reference; see `qwenrt compare --help` for the options.
+
+    reference: a checkpoint folder or hub id. against: names as `references.ReferenceSpec` parses them, by default the strictest
+    that there is. perplexity: a text. Raises ConfigError if something cannot be compared at all; what differs is in the results.
+    """
+    checkpoint = None if reference is None else local_checkpoint(reference, weights=True)
+    dtypes = None if checkpoint is None else check_checkpoint(checkpoint, engine.manifest)
+    specs = [ReferenceSpec.parse(name) for name in against] or [default_reference(checkpoint)]
+    runners = [load_reference(spec, engine, checkpoint) for spec in specs]
+    wanted = Wanted(layers, bisect, tokens, prompts or PROMPTS, inputs, perplexity, window)
+    subject = EngineUnderTest(engine, backend or _default_backend(engine), threads)
+    results: list[Comparison] = []
+    for spec, runner in zip(specs, runners, strict=True):
+        stored = dtypes if spec.name in OF_A_CHECKPOINT else None
+        tolerance = overridden(tolerance_for(engine.manifest, stored, spec.dtype), tolerances or {})
+        comparer = Comparer(subject, runner, tolerance, wanted, progress)
+        with batch_writer(save_inputs) if save_inputs and not results else nullcontext() as writer:
+            results.append(comparer.run(writer))
+    return results
+
+
+def _default_backend(engine: EngineDir) -> str:
+    return "onnxruntime" if engine.manifest.target == "onnxruntime" else "tensorrt"
