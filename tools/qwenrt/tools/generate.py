@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -16,6 +16,7 @@ import click
 from qwenrt.runtime import LLM, RequestError, RequestOutput, SamplingParams
 
 from .errors import print_error
+from .extras import import_with_extra
 from .loading import abort_reason, check_text, engine_arguments, load_llm, sampling_params
 from .options import engine_options, sampling_options
 from .progress import Spinner, spinner
@@ -84,7 +85,8 @@ def command(
         return
     llm = load_llm(engine, arguments)
     template = _Template(llm, system, thinking) if chat else None
-    with _recorded(llm, record) if record else nullcontext():
+    recording = import_with_extra(".compare.recording", "compare") if record else None
+    with recording.recorded(llm, record) if recording else nullcontext():
         if len(texts) == params.n == 1 and not as_json:
             _add(llm, "0", texts[0], template, params)
             _stream(llm)
@@ -94,13 +96,6 @@ def command(
             failed = _answer_all(llm, texts, template, params, style, line)
     if failed:
         raise RequestError(f"{failed} of {len(texts)} prompts failed")
-
-
-def _recorded(llm: LLM, path: Path) -> AbstractContextManager[object]:
-    """Recording needs what generating does not."""
-    from .compare.recording import recorded
-
-    return recorded(llm, path)
 
 
 def _read_prompts(file: Any) -> list[str]:

@@ -11,20 +11,16 @@ from typing import Any, TextIO
 
 import ml_dtypes
 import numpy as np
+from polygraphy.comparator import StreamingDataLoader
+from polygraphy.exception import PolygraphyException
+from polygraphy.json import to_json
+from polygraphy.logger import G_LOGGER
 
 from qwenrt.plugins import ConfigError, QwenrtError
 from qwenrt.runtime import EngineManifest
 
 from .batches import Batch
 from .feeds import INDEX_INPUTS, Array, check_feed
-
-try:
-    from polygraphy.comparator import StreamingDataLoader
-    from polygraphy.exception import PolygraphyException
-    from polygraphy.json import to_json
-    from polygraphy.logger import G_LOGGER
-except ImportError as error:
-    raise ConfigError(f"batches are kept by {error.name}; install it with: pip install 'qwenrt[compare]'") from error
 
 
 def load_batches(path: Path, manifest: EngineManifest) -> Iterator[Batch]:

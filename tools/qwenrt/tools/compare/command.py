@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import click
 
-from qwenrt.plugins import ConfigError, QwenrtError
+from qwenrt.plugins import QwenrtError
 from qwenrt.runtime import EngineDir
 
+from ..extras import import_with_extra
 from ..progress import spinner
+from .report import to_json
+from .terminal import print_comparison
 
 _TOLERANCES = ("layer", "kv", "logits", "kl", "nll")
 _PATH: click.Path = click.Path(path_type=Path)
@@ -91,30 +92,19 @@ def command(
     options["prompts"] = _lines(prompts_file) if prompts_file is not None else None
     options["perplexity"] = _text(perplexity, "--perplexity") if perplexity is not None else None
     options["tolerances"] = dict(options.pop("tolerance"))
-    modules = _modules("session", "terminal", "report", *(["html"] if html_file else []))
+    session = import_with_extra(".compare.session", "compare")
+    html = import_with_extra(".compare.html", "compare") if html_file else None
     with spinner(f"comparing {engine}") as line:
-        results = modules["session"].compare_engine(
-            EngineDir.open(engine), layers=layers, progress=line.update, **options
-        )
+        results = session.compare_engine(EngineDir.open(engine), layers=layers, progress=line.update, **options)
     for result in results:
-        modules["terminal"].print_comparison(result, layers=layers)
+        print_comparison(result, layers=layers)
     if json_file:
-        json_file.write_text(modules["report"].to_json(results), encoding="utf-8")
-    if html_file:
-        html_file.write_text(modules["html"].to_html(results), encoding="utf-8")
+        json_file.write_text(to_json(results), encoding="utf-8")
+    if html_file and html:
+        html_file.write_text(html.to_html(results), encoding="utf-8")
     for result in results:
         if not result.passed:
             raise QwenrtError(f"{engine} differs from {result.reference}: {result.cause}")
-
-
-def _modules(*names: str) -> dict[str, ModuleType]:
-    """Modules of this package that need the packages of the extra `compare`."""
-    try:
-        return {name: import_module(f".{name}", __package__) for name in names}
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.startswith("qwenrt"):
-            raise
-        raise ConfigError(f"compare needs {error.name}; install it with: pip install 'qwenrt[compare]'") from None
 
 
 def _text(file: Any, option: str) -> str:

@@ -33,12 +33,12 @@ def compare_greedy(
     num_tokens: int,
     tolerance: Tolerance,
 ) -> tuple[list[Check], list[Divergence]]:
-    """Generate `num_tokens` after each prompt, fewer if the engine's length ends before; prompts that do not fit are cut.
+    """Generate `num_tokens` after each prompt, fewer if the engine's length (of 2 at least) ends before; prompts are cut to fit.
 
     A token may differ where the reference has both for about equally likely, as in `steps`.
     """
     room = llm.engine.limits.max_model_len
-    num_tokens = min(num_tokens, max(1, room - 1))
+    num_tokens = min(num_tokens, room - 1)
     params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
     texts = [llm.engine.tokenizer.encode(prompt)[: room - num_tokens] for prompt in prompts]
     checks, divergences = [], []

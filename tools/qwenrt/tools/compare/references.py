@@ -48,7 +48,11 @@ def default_reference(checkpoint: Path | None) -> ReferenceSpec:
     """The strictest judge there is: transformers if installed, else our modules; without a checkpoint the op's definition."""
     if checkpoint is None:
         return ReferenceSpec("numpy")
-    return ReferenceSpec("transformers" if importlib.util.find_spec("transformers") else "eager")
+    try:
+        installed = importlib.util.find_spec("transformers") is not None
+    except ModuleNotFoundError:
+        installed = False
+    return ReferenceSpec("transformers" if installed else "eager")
 
 
 def load_reference(spec: ReferenceSpec, engine: EngineDir, checkpoint: Path | None) -> PagedRunner:

@@ -11,10 +11,22 @@ from qwenrt.runtime import EngineDir
 
 from .batch_files import batch_writer
 from .comparison import Comparer, EngineUnderTest, Wanted
-from .references import OF_A_CHECKPOINT, ReferenceSpec, check_checkpoint, default_reference, load_reference
+from .references import (
+    OF_A_CHECKPOINT,
+    OF_THE_GRAPH,
+    ReferenceSpec,
+    check_checkpoint,
+    default_reference,
+    load_reference,
+)
 from .results import Comparison
 from .sample_text import PROMPTS
 from .tolerances import overridden, tolerance_for
+
+_GRAPH_NOTE = (
+    "{} runs the engine's own graph and weights, which proves what executes the graph, not the export; for that give --reference "
+    "CHECKPOINT"
+)
 
 
 def compare_engine(
@@ -53,6 +65,8 @@ def compare_engine(
         comparer = Comparer(subject, runner, tolerance, wanted, progress)
         with batch_writer(save_inputs) if save_inputs and not results else nullcontext() as writer:
             results.append(comparer.run(writer))
+        if spec.name in OF_THE_GRAPH:
+            results[-1].notes.insert(0, _GRAPH_NOTE.format(spec.name))
     return results
 
 
