@@ -15,12 +15,15 @@ import pytest
 import uvicorn
 from openai import OpenAI
 
+from qwenrt.exporter import export
 from qwenrt.runtime import LLM
 from qwenrt.runtime.async_llm import AsyncLLM
 from qwenrt.runtime.server.app import create_app
 from qwenrt.runtime.server.generation import Service
 from qwenrt.runtime.server.run import listen
 from qwenrt.runtime.server.sampling import recommended_sampling
+
+from ...checkpoints import write_checkpoint
 
 
 class Server:
@@ -102,6 +105,15 @@ class Server:
 
 def _no_constant(text: str) -> float:
     raise ValueError(f"{text} is no JSON")
+
+
+@pytest.fixture(scope="session")
+def long_engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random model with byte tokens and room for answers that take minutes."""
+    folder = tmp_path_factory.mktemp("long")
+    write_checkpoint(folder / "checkpoint", max_position_embeddings=40_000)
+    export(folder / "checkpoint", folder / "engine", block_size=16)
+    return folder / "engine"
 
 
 @pytest.fixture(scope="module")

@@ -17,23 +17,12 @@ import numpy as np
 import openai
 import pytest
 
-from qwenrt.exporter import export
 from qwenrt.runtime import LLM
 from qwenrt.runtime.model_runner import StepInputs
 
-from ...checkpoints import write_checkpoint
 from .conftest import Server
 
 LONG = {"prompt": "abcdefgh", "ignore_eos": True, "max_tokens": 30_000, "temperature": 0}
-
-
-@pytest.fixture(scope="module")
-def long_engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny random model with room for answers that take minutes."""
-    folder = tmp_path_factory.mktemp("long")
-    write_checkpoint(folder / "checkpoint", max_position_embeddings=40_000)
-    export(folder / "checkpoint", folder / "engine", block_size=16)
-    return folder / "engine"
 
 
 @pytest.fixture(scope="module")

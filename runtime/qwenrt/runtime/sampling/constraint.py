@@ -69,7 +69,7 @@ class Constraint:
                 self._thinking = Thinking.NONE
                 if self._matcher is not None:
                     # Chat models go on with an empty line, which is no part of the answer.
-                    self._forced.extend(self._tokenizer.encode("\n\n"))
+                    self._forced.extend(self._tokenizer.encode("\n\n", add_special_tokens=False))
             else:
                 self._close_if_spent()
         elif self._thinking is Thinking.POSSIBLE and tokens is not None and token_id == tokens.open:
@@ -83,4 +83,4 @@ class Constraint:
     def _close_if_spent(self) -> None:
         if self._budget is not None and self._num_thought >= self._budget:
             self._thinking = Thinking.NONE
-            self._forced.extend(self._tokenizer.encode(f"\n{CLOSE}\n\n"))
+            self._forced.extend(self._tokenizer.encode(f"\n{CLOSE}\n\n", add_special_tokens=False))

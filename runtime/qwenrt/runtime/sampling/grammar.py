@@ -110,7 +110,7 @@ class _Vocabulary:
         self.special_token_ids = sorted(tokenizer.special_token_ids)
 
     def __call__(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text)
+        return self._tokenizer.encode(text, add_special_tokens=False)
 
 
 def _first_line(message: str) -> str:

@@ -64,7 +64,8 @@ async def chat_tokens(
     dumped = None if tools is None else [tool.model_dump(exclude_unset=True) for tool in tools]
 
     def encode(template: ChatTemplate) -> list[int]:
-        return llm.engine.tokenizer.encode(template.render(plain, tools=dumped, **arguments), add_special_tokens=False)
+        text = template.render(plain, tools=dumped, **arguments)
+        return llm.engine.tokenizer.encode(text, add_special_tokens=False)
 
     return await service.llm.in_text_thread(encode, template)
 
