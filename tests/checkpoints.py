@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
 
 from qwenrt.tools.byte_tokenizer import special_ids, tokenizer_files
+
+from . import packing
 
 TINY: dict[str, Any] = {
     "hidden_size": 64,
@@ -52,6 +57,40 @@ def write_checkpoint(path: Path, seed: int = 0, shards: int = 1, family: str = "
         (path / name).write_text(text, encoding="utf-8")
     write_weights(path, weights, shards)
     return path
+
+
+def quantize_checkpoint(
+    path: Path, reference: Path, kind: str, plain: Callable[[str], bool] = lambda name: False
+) -> None:
+    """Make a checkpoint one of a kind that `packing` has: projections are replaced by random ones, except the `plain`.
+
+    `reference` becomes the same checkpoint in float32, with what the packed projections stand for.
+    """
+    shutil.copytree(path, reference)
+    weights = load_file(path / "model.safetensors")
+    decoded = dict(weights)
+    for number, name in enumerate(list(weights)):
+        if name.endswith("_proj.weight") and not plain(name):
+            rows, columns = weights.pop(name).shape
+            tensors, value = packing.quantized(kind, rows, columns, seed=number)
+            decoded[name] = torch.from_numpy(value)
+            module = name.removesuffix(".weight")
+            weights |= {f"{module}.{part}": _as_torch(array) for part, array in tensors.items()}
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    save_file(decoded, reference / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"] = packing.CONFIGS[kind]
+    (path / "config.json").write_text(json.dumps(config, indent=2))
+
+
+def _as_torch(array: npt.NDArray[Any]) -> torch.Tensor:
+    """A tensor of the same bits, 8-bit floats and bfloat16 too."""
+    short = {"float8_e4m3fn": (np.uint8, torch.float8_e4m3fn), "bfloat16": (np.int16, torch.bfloat16)}
+    array = np.ascontiguousarray(array)
+    if array.dtype.name in short:
+        bits, dtype = short[array.dtype.name]
+        return torch.from_numpy(array.view(bits)).view(dtype)
+    return torch.from_numpy(array)
 
 
 def random_weights(config: PreTrainedConfig, seed: int) -> dict[str, torch.Tensor]:

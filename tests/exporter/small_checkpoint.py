@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save
 
+from tests import packing
+
 CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
@@ -43,13 +45,20 @@ SHAPES: dict[str, tuple[int, ...]] = {
 }
 
 
-def small_files() -> dict[str, bytes]:
-    """Contents of every file, by name."""
+def small_files(kind: str | None = None) -> dict[str, bytes]:
+    """Contents of every file, by name; `kind`: how projections are quantised, one of `packing.CONFIGS`."""
     random = np.random.default_rng(0)
-    tensors = {name: random.standard_normal(shape).astype(np.float32) for name, shape in SHAPES.items()}
-    index = {"metadata": {"total_size": 0}, "weight_map": dict.fromkeys(SHAPES, "model.safetensors")}
+    tensors: packing.Tensors = {}
+    for name, shape in SHAPES.items():
+        if kind and name.endswith("_proj.weight"):
+            parts, _ = packing.quantized(kind, *shape, seed=len(tensors))
+            tensors |= {f"{name.removesuffix('.weight')}.{part}": array for part, array in parts.items()}
+        else:
+            tensors[name] = random.standard_normal(shape).astype(np.float32)
+    config = CONFIG | ({"quantization_config": packing.CONFIGS[kind]} if kind else {})
+    index = {"metadata": {"total_size": 0}, "weight_map": dict.fromkeys(tensors, "model.safetensors")}
     return {
-        "config.json": json.dumps(CONFIG).encode(),
+        "config.json": json.dumps(config).encode(),
         "generation_config.json": json.dumps({"eos_token_id": [2, 3]}).encode(),
         "model.safetensors": save(tensors, {"format": "pt"}),
         "model.safetensors.index.json": json.dumps(index).encode(),

@@ -18,7 +18,8 @@ from safetensors.torch import load_file, save_file
 
 from qwenrt.exporter import Checkpoint, ModelConfig, open_checkpoint
 from qwenrt.plugins import ConfigError
-from tests.checkpoints import write_checkpoint
+from tests import packing
+from tests.checkpoints import quantize_checkpoint, write_checkpoint
 
 SHARDS = [f"model-{i:05}-of-00003.safetensors" for i in (1, 2, 3)]
 INDEX = "model.safetensors.index.json"
@@ -170,7 +171,7 @@ class TestContents:
     def test_a_quantized_tensor(self, single: Path) -> None:
         name = "model.layers.1.mlp.down_proj.weight"
         edit_weights(single, lambda w: {**w, name: w[name].to(torch.int8)})
-        refused(single, r"down_proj\.weight is I8, must be F32, F16, BF16; give an unquantized checkpoint")
+        refused(single, r"down_proj\.weight is I8, must be F32, F16, BF16; config.json has no quantization_config")
 
     def test_a_head_dim_that_the_weights_contradict(self, single: Path) -> None:
         """Case L05: 128 is the default, the weights say 32; nobody takes hidden_size / heads = 16."""
@@ -184,6 +185,53 @@ class TestContents:
             single,
             r"q_proj\.weight has shape \[128, 64\], config\.json makes it \[64, 64\] \(head_dim 16, from config\.json",
         )
+
+
+class TestQuantized:
+    """Matrices in parts."""
+
+    @pytest.fixture
+    def folder(self, tmp_path: Path) -> Path:
+        path = write_checkpoint(tmp_path / "checkpoint", num_hidden_layers=1, family="qwen2")
+        quantize_checkpoint(path, tmp_path / "reference", "gptq")
+        return path
+
+    def test_matrices_read_as_what_they_stand_for(self, folder: Path, tmp_path: Path) -> None:
+        found, expected = load(folder), load(tmp_path / "reference")
+        for name in expected.tensors:
+            np.testing.assert_array_equal(found.read(name), expected.read(name))
+            found.forget(name)
+
+    def test_biases_of_zeros_and_scales_of_activations_do_no_harm(self, folder: Path) -> None:
+        layer = "model.layers.0."
+        extra = {
+            f"{layer}mlp.up_proj.bias": torch.zeros(128),
+            f"{layer}mlp.up_proj.input_scale": torch.ones(1),
+            f"{layer}self_attn.k_scale": torch.ones(1),
+            "lm_head.scales": torch.ones(1),
+        }
+        edit_weights(folder, lambda w: {**w, **extra})
+        load(folder)
+        edit_weights(folder, lambda w: {**w, f"{layer}mlp.up_proj.bias": torch.full((128,), 1e-9)})
+        refused(folder, r'has "model\.layers\.0\.mlp\.up_proj\.bias", which its config\.json has no place for')
+
+    def test_a_part_that_is_missing_or_left_over(self, folder: Path) -> None:
+        name = "model.layers.0.mlp.up_proj."
+        weights = load_file(folder / "model.safetensors")
+        save_file({k: v for k, v in weights.items() if k != name + "scales"}, folder / "model.safetensors")
+        refused(folder, r'"model\.layers\.0\.mlp\.up_proj" has g_idx, qweight, qzeros and no scales, which gptq needs')
+        save_file({k: v for k, v in weights.items() if k != name + "qweight"}, folder / "model.safetensors")
+        refused(folder, r'lacks "model\.layers\.0\.mlp\.up_proj\.weight"')
+        save_file({**weights, name + "weight_scale": torch.ones(1)}, folder / "model.safetensors")
+        refused(folder, r'has "model\.layers\.0\.mlp\.up_proj\.weight_scale", which its config\.json has no place for')
+
+    def test_a_config_of_another_method(self, folder: Path) -> None:
+        edit_config(folder, quantization_config=packing.CONFIGS["w4a16"])
+        refused(folder, r'lacks "model\.layers\.0\.self_attn\.q_proj\.weight"')
+        edit_config(folder, quantization_config=None)
+        refused(folder, r'lacks "model\.layers\.0\.self_attn\.q_proj\.weight"')
+        edit_config(folder, quantization_config={**packing.CONFIGS["gptq"], "bits": 8})
+        refused(folder, r"qweight has shape \[8, 128\], must be \[16, 128\] for a weight \[128, 64\] of gptq, 8 bits")
 
 
 class TestShards:

@@ -12,7 +12,9 @@ import pytest
 from transformers import AutoConfig, Qwen3Config
 
 from qwenrt.exporter import ModelConfig
+from qwenrt.exporter.quantization_config import Quantization
 from qwenrt.plugins import ConfigError
+from tests import packing
 
 MINIMAL: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -225,6 +227,82 @@ def test_dtype_spellings(fields: dict[str, Any], expected: str | None) -> None:
 
 
 @pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("fp8", Quantization(method="fp8", block=(128, 128))),
+        ("awq", Quantization(method="awq", bits=4, group_size=32)),
+        ("gptq", Quantization(method="gptq", bits=4, group_size=32, zero_offset=1)),
+        ("gptq-int8", Quantization(method="gptq", bits=8, zero_offset=1)),
+        ("w8a8", Quantization(method="compressed-tensors")),
+        ("w4a16", Quantization(method="compressed-tensors", bits=4, group_size=32)),
+    ],
+)
+def test_quantization_configs_as_the_tools_write_them(kind: str, expected: Quantization) -> None:
+    assert parse(quantization_config=packing.CONFIGS[kind]).quantization == expected
+    assert parse(compression_config=packing.CONFIGS[kind]).quantization == expected
+
+
+def quantized(**fields: Any) -> dict[str, Any]:
+    return {"quantization_config": fields}
+
+
+def compressed(**weights: Any) -> dict[str, Any]:
+    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": weights}}}
+
+
+SUPPORTED = "supported are fp8, awq, gptq, compressed-tensors"
+WRONG_QUANTIZATIONS: list[tuple[dict[str, Any], str]] = [
+    ({"bits": 4}, f"quantization_config: quant_method is null, {SUPPORTED}"),
+    (
+        {"quant_method": "bitsandbytes", "load_in_4bit": True},
+        f'is "bitsandbytes", {SUPPORTED}: its codes .* CUDA kernels',
+    ),
+    ({"quant_method": ["awq"]}, f"quant_method is a list, {SUPPORTED}"),
+    ({"quant_method": "hqq"}, f'quant_method is "hqq", {SUPPORTED}'),
+    ({"quant_method": "fp8", "fmt": "e5m2"}, 'fmt is "e5m2", must be "e4m3"'),
+    ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size is a list, must be two positive integers"),
+    ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "weight_block_size is a list"),
+    ({"quant_method": "awq", "bits": 4, "version": "gemv"}, 'version is "gemv", must be "gemm"'),
+    ({"quant_method": "awq", "bits": 8}, "bits is 8, must be 4"),
+    ({"quant_method": "awq", "w_bit": 3}, "w_bit is 3, must be 4"),
+    ({"quant_method": "awq", "bits": 4, "group_size": 0}, "group_size is 0, must be -1 or a positive integer"),
+    ({"quant_method": "gptq"}, "bits is missing, must be an integer"),
+    ({"quant_method": "gptq", "bits": 3}, "bits is 3, must be 4 or 8"),
+    ({"quant_method": "gptq", "bits": 4, "group_size": -2}, "group_size is -2"),
+    (
+        {"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"},
+        'checkpoint_format is "marlin", must be "gptq" or',
+    ),
+    ({"quant_method": "compressed-tensors"}, "config_groups is missing"),
+    ({**compressed(), "format": "nvfp4-pack-quantized"}, 'format is "nvfp4-pack-quantized"'),
+    (
+        {**compressed(), "sparsity_config": {"format": "sparse-24-bitmask"}},
+        'sparsity_config: format is "sparse-24-bitmask"',
+    ),
+    (
+        {"quant_method": "compressed-tensors", "config_groups": {"a": None}},
+        "config_groups: a is null, must be an object",
+    ),
+    (
+        {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": None}}},
+        "a is an object, must be an object",
+    ),
+    (compressed(num_bits=2), "num_bits is 2, must be 4 or 8"),
+    (compressed(num_bits=4, type="float"), "num_bits is 4, must be 8"),
+    (compressed(num_bits=4, strategy="tensor_group"), 'strategy is "tensor_group", must be "tensor" or "channel"'),
+    (compressed(num_bits=4, strategy="group"), "group_size is missing"),
+    (compressed(num_bits=8, strategy="block"), "block_structure is missing, must be two positive integers"),
+    (
+        {
+            "quant_method": "compressed-tensors",
+            "config_groups": {"a": {"weights": {"num_bits": 8}}, "b": {"weights": {"num_bits": 4}}},
+        },
+        "config_groups has 2 different schemes for weights, one is supported",
+    ),
+]
+
+
+@pytest.mark.parametrize(
     ("changes", "message"),
     [
         (
@@ -236,8 +314,7 @@ def test_dtype_spellings(fields: dict[str, Any], expected: str | None) -> None:
         ({"architectures": "Qwen3ForCausalLM"}, "architectures is .*must be a list of names"),
         ({"architectures": [1]}, "architectures is a list, must be a list of names"),
         ({"model_type": "llama"}, 'model_type is "llama", must be "qwen3"'),
-        ({"quantization_config": {"quant_method": "fp8"}}, 'quantization_config .quant_method "fp8". is not supported'),
-        ({"quantization_config": {"bits": 4}}, "quantization_config .quant_method null. is not supported"),
+        *((quantized(**fields), message) for fields, message in WRONG_QUANTIZATIONS),
         ({"hidden_act": "gelu"}, 'hidden_act is "gelu", must be "silu"'),
         ({"hidden_size": DROP}, "hidden_size is missing, must be an integer from 1"),
         ({"hidden_size": 0}, "hidden_size is 0"),
@@ -339,8 +416,12 @@ def test_any_value_of_any_field_is_a_config_or_a_config_error() -> None:
         "layer_types": None,
     }
     base = {**MINIMAL, **extra, **defaults, "quantization_config": None, "rope_scaling": ROPE, "rope_parameters": None}
+    kinds = packing.CONFIGS.values()
     cases = [{**base, name: value} for name in base for value in ODD]
     cases += [{**base, "rope_scaling": {**ROPE, name: value}} for name in (*ROPE, "attention_factor") for value in ODD]
+    cases += [
+        {**base, "quantization_config": {**kind, name: value}} for kind in kinds for name in kind for value in ODD
+    ]
     for case in cases:
         try:
             config = ModelConfig.from_dict(case)

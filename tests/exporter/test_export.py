@@ -182,7 +182,7 @@ def _edit(name: str, **values: Any) -> Callable[[Path], None]:
     ("damage", "message"),
     [
         (_edit("config.json", architectures=["MistralForCausalLM"]), '"MistralForCausalLM" is not supported'),
-        (_edit("config.json", quantization_config={"quant_method": "awq"}), 'quant_method "awq"'),
+        (_edit("config.json", quantization_config={"quant_method": "hqq"}), 'quant_method is "hqq"'),
         (_edit("config.json", vocab_size=321), r"embed_tokens\.weight has shape \[320, 64\].*\[321, 64\]"),
         (lambda folder: (folder / "config.json").unlink(), r"config\.json is missing"),
         (lambda folder: (folder / "tokenizer.json").unlink(), r"tokenizer\.json is missing"),

@@ -37,6 +37,7 @@ ACCEPTED = {
 }
 """Those of the corpus that are no reason to refuse, and why."""
 FILES = small_files()
+KINDS = [FILES, *(small_files(kind) for kind in ("fp8", "gptq", "w8a8", "w4a16"))]
 MOST_MEMORY = 8 << 20
 ODD: tuple[Any, ...] = (
     *(None, True, False, 0, 1, -1, 7, 2**31, 2**53, 2**63, 2**70, 1.5, 1e308, float("nan"), float("inf")),
@@ -72,8 +73,9 @@ def target(files: dict[str, bytes]) -> None:
         assert peak < MOST_MEMORY
 
 
-def test_the_undamaged_files_are_a_checkpoint(tmp_path: Path) -> None:
-    for name, data in FILES.items():
+@pytest.mark.parametrize("files", KINDS, ids=range(len(KINDS)))
+def test_undamaged_files_are_a_checkpoint(files: dict[str, bytes], tmp_path: Path) -> None:
+    for name, data in files.items():
         (tmp_path / name).write_bytes(data)
     load(tmp_path)
 
@@ -130,7 +132,7 @@ def damaged_bytes(draw: st.DrawFn, data: bytes) -> bytes:
 @st.composite
 def damaged(draw: st.DrawFn) -> dict[str, bytes]:
     """The files of a checkpoint, one or two of them damaged."""
-    files = dict(FILES)
+    files = dict(draw(st.sampled_from(KINDS)))
     for name in draw(st.lists(st.sampled_from(sorted(FILES)), min_size=1, max_size=2, unique=True)):
         data, header = files[name], b""
         if name == "model.safetensors":

@@ -12,7 +12,8 @@ import pytest
 from qwenrt.exporter import export
 from qwenrt.plugins import QwenrtWarning
 from qwenrt.runtime import LLM, SamplingParams
-from tests.checkpoints import write_checkpoint
+from tests import packing
+from tests.checkpoints import quantize_checkpoint, write_checkpoint
 from tests.oracle import Oracle
 
 NUM_NEW = 64
@@ -62,11 +63,14 @@ def prompts(vocab_size: int) -> list[list[int]]:
     return [random.integers(0, vocab_size, length).tolist() for length in (1, 9, 40)]
 
 
-def check_tokens(checkpoint: Path, engine: Path, **options: Any) -> None:
-    """Export, and compare the tokens of prompts that are answered together with those of transformers, one by one."""
-    export(checkpoint, engine, block_size=8, **options)
+def check_tokens(checkpoint: Path, engine: Path, reference: Path | None = None) -> None:
+    """Export, and compare the tokens of prompts that are answered together with those of transformers, one by one.
+
+    `reference` is the checkpoint for transformers, by default the same.
+    """
+    export(checkpoint, engine, block_size=8)
     batch = prompts(json.loads((checkpoint / "config.json").read_text())["vocab_size"])
-    oracle = Oracle(checkpoint)
+    oracle = Oracle(reference or checkpoint)
     for prompt, output in zip(batch, LLM(engine).generate(batch, GREEDY), strict=True):
         tokens = output.outputs[0].token_ids
         assert len(tokens) == NUM_NEW
@@ -89,6 +93,17 @@ def test_a_prompt_as_long_as_dynamic_scaling_was_exported_for(tmp_path: Path) ->
 def test_greedy_tokens_equal_transformers(name: str, tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path / "checkpoint", seed=3, num_hidden_layers=2, **FAMILIES[name])
     check_tokens(checkpoint, tmp_path / "engine")
+
+
+@pytest.mark.parametrize("kind", packing.CONFIGS)
+def test_a_quantized_checkpoint_gives_the_tokens_of_what_its_matrices_stand_for(kind: str, tmp_path: Path) -> None:
+    """Case L10: some projections and the head are plain, as `modules_to_not_convert` has it."""
+    family = MOE if kind == "fp8" else {"family": "qwen2" if kind == "gptq" else "qwen3"}
+    tied = kind != "awq"
+    checkpoint, reference = tmp_path / "checkpoint", tmp_path / "reference"
+    write_checkpoint(checkpoint, seed=5, num_hidden_layers=2, tie_word_embeddings=tied, **family)
+    quantize_checkpoint(checkpoint, reference, kind, plain=lambda name: ".1.self_attn." in name)
+    check_tokens(checkpoint, tmp_path / "engine", reference)
 
 
 @pytest.mark.parametrize("name", ["qwen2", "moe"])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from qwenrt.runtime import EngineDir
-from tests.checkpoints import write_checkpoint
+from tests.checkpoints import quantize_checkpoint, write_checkpoint
 
 from .command import qwenrt
 
@@ -55,6 +55,17 @@ def test_a_checkpoint_is_described_without_torch(tiny_checkpoint: Path, tiny_eng
     assert described["eos_token_ids"] == exported["eos_token_ids"]
     weights = sum(path.stat().st_size for path in tiny_checkpoint.glob("*.safetensors"))
     assert 0 < weights - sum(described["dtypes"].values()) < 16384
+
+
+def test_a_quantized_checkpoint_says_how(tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", num_hidden_layers=1)
+    quantize_checkpoint(checkpoint, tmp_path / "reference", "awq")
+    described = report(checkpoint)
+    assert described["quantization"] == "awq, 4 bits, groups of 32"
+    assert described["dtypes"]["I32"] > described["dtypes"]["F16"]
+    status, stdout, _ = qwenrt("inspect", checkpoint)
+    assert status == 0
+    assert "(awq, 4 bits, groups of 32)" in stdout
 
 
 def test_experts_are_counted(tmp_path: Path) -> None:

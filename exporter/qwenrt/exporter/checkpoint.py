@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ import numpy.typing as npt
 from qwenrt.plugins import ConfigError
 
 from .config import ModelConfig
+from .dequantize import ACTIVATION_PARTS, Part, QuantizedWeight, find_layout
 from .folder import checked_folder, plain_file
 from .json_fields import read_json_object, shown
+from .quantization_config import Quantization
 from .safetensors_file import DTYPES, SafetensorsFile, TensorInfo
 
 _SINGLE = "model.safetensors"
@@ -24,7 +27,11 @@ _ROOTS = ("embed_tokens.", "layers.", "norm.")
 
 
 class Checkpoint:
-    """The tensors of a checkpoint, memory-mapped. Names have the prefix `model.`, whether or not the files write it."""
+    """The tensors of a checkpoint, memory-mapped. Names have the prefix `model.`, whether or not the files write it.
+
+    `tensors` has them as they are stored. A matrix that is quantised is stored in several; once `check` has found it so, `read`
+    gives the decoded matrix under the name that it would have.
+    """
 
     def __init__(self, folder: Path, files: dict[str, SafetensorsFile], weight_map: dict[str, str]) -> None:
         self.folder = folder
@@ -36,28 +43,35 @@ class Checkpoint:
             name: files[file].tensors[stored] for name, (file, stored) in self._sources.items()
         }
 
+        self.quantized: dict[str, QuantizedWeight] = {}
+
     def read(self, name: str) -> npt.NDArray[Any]:
-        """A tensor as a view of the mapped file, float32, float16, or bfloat16 as its bits in uint16."""
+        """A tensor as a view of the mapped file, bfloat16 as its bits in uint16; a quantised matrix decoded to float32.
+
+        Raises ConfigError if a quantised matrix holds what is no finite number.
+        """
+        return self.quantized[name].decode() if name in self.quantized else self._stored(name)
+
+    def _stored(self, name: str) -> npt.NDArray[Any]:
         file, stored = self._sources[name]
         return self._files[file].read(stored)
 
     def forget(self, name: str) -> None:
         """Drop a tensor's pages from this process's memory; a later read maps them again."""
-        file, stored = self._sources[name]
-        self._files[file].forget(stored)
+        quantized = self.quantized.get(name)
+        for part in [f"{quantized.module}.{part}" for part in quantized.parts] if quantized else [name]:
+            file, stored = self._sources[part]
+            self._files[file].forget(stored)
 
     def check(self, config: ModelConfig) -> None:
         """Raise ConfigError unless the tensors are those of `config`: none missing, none unknown, shapes and types right."""
         expected = expected_shapes(config)
-        # A tied head is the embedding, whatever the file holds in its place; inv_freq is what older transformers saved of RoPE.
-        extra = [
-            name
-            for name in self.tensors
-            if name not in expected
-            and not name.endswith("rotary_emb.inv_freq")
-            and not (config.tie_word_embeddings and name.startswith("lm_head."))
-        ]
-        missing = [name for name in expected if name not in self.tensors]
+        used = set(expected)
+        if config.quantization:
+            self.quantized = dict(self._quantized(expected, config.quantization))
+            used |= {f"{weight.module}.{part}" for weight in self.quantized.values() for part in weight.parts}
+        extra = [name for name in self.tensors if name not in used and not self._needless(name, config)]
+        missing = [name for name in expected if name not in self.tensors and name not in self.quantized]
         if missing:
             raise ConfigError(
                 f"checkpoint {self.folder} lacks {_some(missing)}, which its config.json asks for; download it again"
@@ -68,13 +82,51 @@ class Checkpoint:
                 "give the checkpoint that belongs to the config"
             )
         for name, shape in expected.items():
+            if name in self.quantized:
+                continue
             info = self.tensors[name]
             if info.shape != shape:
                 raise ConfigError(f"{info.file}: {name} has shape {list(info.shape)}, {_reason(name, shape, config)}")
             if info.dtype not in DTYPES:
+                known = config.quantization or "no quantization_config"
                 raise ConfigError(
-                    f"{info.file}: {name} is {info.dtype}, must be {', '.join(DTYPES)}; give an unquantized checkpoint"
+                    f"{info.file}: {name} is {info.dtype}, must be {', '.join(DTYPES)}; config.json has {known}, "
+                    "give the checkpoint that belongs to it"
                 )
+
+    def _quantized(
+        self, expected: Mapping[str, tuple[int, ...]], quantization: Quantization
+    ) -> Iterator[tuple[str, QuantizedWeight]]:
+        """The matrices that are stored in parts."""
+        modules: dict[str, dict[str, Part]] = {}
+        for name, info in self.tensors.items():
+            module, _, part = name.rpartition(".")
+            modules.setdefault(module, {})[part] = Part(info, functools.partial(self._stored, name))
+        for name, shape in expected.items():
+            module, _, kind = name.rpartition(".")
+            parts = modules.get(module, {})
+            layout = find_layout(parts, quantization) if kind == "weight" and len(shape) == 2 else None
+            if layout:
+                known = {part: parts[part] for part in (*layout.required, *layout.optional) if part in parts}
+                yield name, layout(module, known, (shape[0], shape[1]), quantization)
+
+    def _needless(self, name: str, config: ModelConfig) -> bool:
+        """Whether a tensor that has no place does no harm.
+
+        A tied head is the embedding, whatever the file holds in its place; inv_freq is what older transformers saved of RoPE;
+        activations are not quantised here, so their scales are left; GPTQ's tools write biases of zeros.
+        """
+        module, _, part = name.rpartition(".")
+        if part == "inv_freq" or (config.tie_word_embeddings and name.startswith("lm_head.")):
+            return True
+        if config.quantization is None:
+            return False
+        return part in ACTIVATION_PARTS or (
+            part == "bias"
+            and f"{module}.weight" in self.quantized
+            and self.tensors[name].dtype in DTYPES
+            and not self._stored(name).any()
+        )
 
 
 def open_checkpoint(folder: str | os.PathLike[str]) -> Checkpoint:

@@ -13,7 +13,8 @@ from qwenrt.plugins import ConfigError
 from .experts import ExpertsSpec
 from .families import Family, family_of
 from .folder import checked_folder, plain_file
-from .json_fields import Fields, read_config, read_json_object, shown
+from .json_fields import Fields, read_config, read_json_object
+from .quantization_config import Quantization
 from .rope import RopeSpec
 
 _DTYPES = {
@@ -61,6 +62,7 @@ class ModelConfig:
     qk_norm: bool
     experts: ExpertsSpec | None
     sliding_windows: tuple[int, ...]
+    quantization: Quantization | None
     dtype: str | None
     eos_token_ids: tuple[int, ...]
 
@@ -97,7 +99,7 @@ class ModelConfig:
         """Validate the contents of a config.json; raises ConfigError naming the field, its value and what is allowed."""
         fields = Fields(values, source)
         family = family_of(fields)
-        _refuse_unsupported(fields)
+        fields.choice("hidden_act", ("silu",), "silu")
         num_layers = fields.integer("num_hidden_layers", high=_MAX_LAYERS)
         hidden_size = fields.integer("hidden_size", high=1 << 20)
         num_heads, num_kv_heads, head_dim = _heads(fields, family, hidden_size)
@@ -130,6 +132,7 @@ class ModelConfig:
             qk_norm=family.qk_norm,
             experts=ExpertsSpec.from_fields(fields, num_layers) if family.experts else None,
             sliding_windows=_sliding_windows(fields, family, num_layers),
+            quantization=Quantization.from_fields(fields),
             dtype=_dtype(fields),
             eos_token_ids=_token_ids(fields, vocab_size) or (),
         )
@@ -159,17 +162,6 @@ def _heads(fields: Fields, family: Family, hidden_size: int) -> tuple[int, int, 
     if head_dim % 2:
         raise ConfigError(f"{fields.source}: head_dim is {head_dim}, must be even: RoPE rotates pairs")
     return num_heads, num_kv_heads, head_dim
-
-
-def _refuse_unsupported(fields: Fields) -> None:
-    if fields.has("quantization_config"):
-        quantization = fields.object("quantization_config")
-        method = shown(quantization.values.get("quant_method")) if quantization else "{}"
-        raise ConfigError(
-            f"{fields.source}: quantization_config (quant_method {method}) is not supported; "
-            "give the float32, float16 or bfloat16 checkpoint"
-        )
-    fields.choice("hidden_act", ("silu",), "silu")
 
 
 def _sliding_windows(fields: Fields, family: Family, num_layers: int) -> tuple[int, ...]:

@@ -25,7 +25,10 @@ _ITEM_SIZES = {
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """The types that weights may have, by their names in safetensors."""
 
-_NUMPY: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
+_NUMPY = {
+    "F32": "<f4", "F16": "<f2", "BF16": "<u2", "F8_E4M3": "u1",
+    "I64": "<i8", "I32": "<i4", "I8": "i1",
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +56,7 @@ class SafetensorsFile:
             raise ConfigError(f"cannot read {path}: {error.strerror}; download the checkpoint again") from None
 
     def read(self, name: str) -> npt.NDArray[Any]:
-        """The tensor as a view of the mapped file; bfloat16 as its bits in uint16."""
+        """The tensor as a view of the mapped file; bfloat16 as its bits in uint16, 8-bit floats as theirs in uint8."""
         info = self.tensors[name]
         count = math.prod(info.shape)
         return np.frombuffer(self._map, _NUMPY[info.dtype], count, info.start).reshape(info.shape)

@@ -125,6 +125,7 @@ def inspect_checkpoint(path: Path) -> dict[str, Any]:
         "path": str(path),
         "model": dataclasses.asdict(model_spec(config)),
         "dtypes": dict(dtypes),
+        "quantization": str(config.quantization) if config.quantization else None,
         "kv_dtype": "float32",
         "eos_token_ids": list(config.eos_token_ids),
         "kv_bytes_per_token": kv_bytes,
@@ -167,6 +168,8 @@ def _print(report: dict[str, Any]) -> None:
             shape["plans"] = f"none; build one with: qwenrt build {report['path']}"
     else:
         shape["weights"] = ", ".join(f"{name} {_size(size)}" for name, size in report["dtypes"].items())
+        if report["quantization"]:
+            shape["weights"] += f" ({report['quantization']})"
     shape["KV cache"] = (
         f"{report['kv_dtype']}, {report['kv_bytes_per_token']:,} bytes a token, {report['kv_tokens_per_gib']:,} tokens in 1 GiB"
         + (f", blocks of {report['block_size']}" if "block_size" in report else "")
