@@ -1,4 +1,4 @@
-"""PagedAttention in PyTorch: importing this registers torch.ops.qwenrt.paged_attention, on the CPU over the compiled kernel."""
+"""PagedAttention in PyTorch: importing this registers torch.ops.qwenrt.paged_attention over our kernels for CPU and CUDA."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import torch_cuda
 from .errors import ConfigError
 from .library import cpu_library
 from .schema import PAGED_ATTENTION
@@ -42,10 +43,11 @@ def _kernel() -> Any:
 
 
 def paged_attention_in_place(*tensors: Tensor, **attributes: float) -> Tensor:
-    """PagedAttention on the CPU, writing into the `kv_cache` among `tensors`; returns attn [T, num_heads * head_dim].
+    """PagedAttention where qkv lies, writing into the `kv_cache` among `tensors`; returns attn [T, num_heads * head_dim].
 
-    tensors, attributes: as `schema.PAGED_ATTENTION` has them; qkv float32, kv_cache float32 or float16. Raises ConfigError naming
-    the input that is wrong, before anything is written.
+    tensors, attributes: as `schema.PAGED_ATTENTION` has them. On the CPU qkv is float32, kv_cache float32 or float16. On CUDA qkv
+    is float16 or bfloat16 and kv_cache of the same type or float8_e4m3fn; the work is queued on PyTorch's current stream. Raises
+    ConfigError naming the input that is wrong, before anything is written; on CUDA, what the index tensors hold is not checked.
     """
     names = [value.name for value in PAGED_ATTENTION.inputs]
     inputs = dict(zip(names, (tensor.contiguous() for tensor in tensors), strict=True))
@@ -54,6 +56,10 @@ def paged_attention_in_place(*tensors: Tensor, **attributes: float) -> Tensor:
     _check_shapes(inputs, {name: int(values[name] or 0) for name in _INTEGERS})
     if not tensors[KV_CACHE].is_contiguous():
         raise ConfigError("kv_cache is not contiguous; it is written in place")
+    return _on_cuda(inputs, values) if inputs["qkv"].is_cuda else _on_cpu(inputs, values)
+
+
+def _on_cpu(inputs: dict[str, Tensor], values: dict[str, Any]) -> Tensor:
     qkv, cache = inputs["qkv"], inputs["kv_cache"]
     attn = qkv.new_empty(qkv.shape[0], int(values["num_heads"] or 0) * cache.shape[-1])
     arguments = _Arguments(
@@ -74,13 +80,31 @@ def paged_attention_in_place(*tensors: Tensor, **attributes: float) -> Tensor:
     return attn
 
 
+def _on_cuda(inputs: dict[str, Tensor], values: dict[str, Any]) -> Tensor:
+    device = inputs["qkv"].device
+    with torch.cuda.device(device):
+        return torch_cuda.launch(torch_cuda.kernels(), inputs, values, torch.cuda.current_stream(device).cuda_stream)
+
+
 def _check_types(inputs: dict[str, Tensor]) -> None:
+    device, dtype = inputs["qkv"].device, inputs["qkv"].dtype
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"qkv is on {device}; PagedAttention runs on cpu and cuda")
+    types = (torch.float32,) if device.type == "cpu" else torch_cuda.QKV_TYPES
+    caches = tuple(_CACHE_TYPES) if device.type == "cpu" else (dtype, torch.float8_e4m3fn)
+    expected = {
+        **dict.fromkeys(inputs, (dtype,)),
+        **dict.fromkeys(_INDICES, (torch.int32,)),
+        "rope": (torch.float32,),
+        "qkv": types,
+        "kv_cache": caches,
+    }
     for name, tensor in inputs.items():
-        if tensor.device.type != "cpu":
-            raise ConfigError(f"{name} is on {tensor.device}; this op runs on the CPU")
-        expected = torch.int32 if name in _INDICES else torch.float32
-        if tensor.dtype != expected and not (name == "kv_cache" and tensor.dtype in _CACHE_TYPES):
-            raise ConfigError(f"{name} is {tensor.dtype}; PagedAttention on the CPU takes {expected}")
+        if tensor.device != device:
+            raise ConfigError(f"{name} is on {tensor.device}; qkv is on {device}")
+        if tensor.dtype not in expected[name]:
+            takes = " or ".join(map(str, expected[name]))
+            raise ConfigError(f"{name} is {tensor.dtype}; PagedAttention on {device.type} takes {takes}")
 
 
 def _check_shapes(inputs: dict[str, Tensor], sizes: dict[str, int]) -> None:
@@ -127,7 +151,11 @@ def _split(arguments: tuple[Any, ...]) -> tuple[list[Tensor], dict[str, Any]]:
 
 
 paged_attention = torch.library.custom_op(
-    "qwenrt::paged_attention", _paged_attention, mutates_args=(), schema=PAGED_ATTENTION.torch_schema
+    "qwenrt::paged_attention",
+    _paged_attention,
+    mutates_args=(),
+    schema=PAGED_ATTENTION.torch_schema,
+    device_types=("cpu", "cuda"),
 )
 """The functional form: returns (attn, kv_cache_out) and leaves kv_cache as it was. This is what a trace sees."""
 paged_attention.register_fake(_output_shapes)

@@ -1,6 +1,6 @@
 """From text to text: the runtime around an engine folder."""
 
-from qwenrt.plugins import ConfigError, QwenrtError, RequestError
+from qwenrt.plugins import ConfigError, DeviceError, QwenrtError, RequestError
 
 from .engine import LLMEngine
 from .engine_dir import EngineDir, EngineManifest
@@ -13,6 +13,7 @@ __all__ = [
     "LLM",
     "CompletionOutput",
     "ConfigError",
+    "DeviceError",
     "EngineDir",
     "EngineManifest",
     "LLMEngine",

@@ -268,6 +268,8 @@ class AsyncLLM:
                 self._let_in()
                 if self.llm.engine.has_unfinished_requests():
                     self._post(self._step())
+                if self.llm.engine.failure is not None:
+                    raise self.llm.engine.failure
             for request_id in self._running:
                 self.llm.engine.abort(request_id)
         except BaseException as error:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
 
-from qwenrt.plugins import ConfigError, RequestError
+from qwenrt.plugins import ConfigError, DeviceError, RequestError
 
 from .backends import Backend
 from .completion import Completion
@@ -117,6 +117,8 @@ class LLMEngine:
         self.timings = StepTimings()
         self.speculator = Speculator(speculative) if speculative else None
         self._owner = os.getpid()
+        self.failure: DeviceError | None = None
+        """Why the engine takes nothing more: its device failed and the KV pool is lost. None while it works."""
         self._jobs: dict[str, Job] = {}
         self._answers: dict[Request, tuple[Job, Completion]] = {}
         self._grammars = GrammarCompiler(tokenizer, manifest.model.vocab_size, manifest.eos_token_ids)
@@ -130,7 +132,9 @@ class LLMEngine:
         *,
         add_special_tokens: bool = True,
     ) -> Job:
-        """Queue a prompt (text or token ids); raises RequestError, and changes nothing, if it cannot be served.
+        """Queue a prompt (text or token ids).
+
+        Raises RequestError, and changes nothing, if it cannot be served; DeviceError if the device has failed before.
 
         add_special_tokens: as `Tokenizer.encode` has it; False for a rendered chat template. The job is for a caller who looks at
         it rather than at what every step returns.
@@ -155,7 +159,8 @@ class LLMEngine:
         return PreparedRequest(prompt if isinstance(prompt, str) else None, token_ids, params, max_tokens, matcher)
 
     def submit(self, request_id: str, prepared: PreparedRequest) -> Job:
-        """Queue a prepared request; raises RequestError if its id is in use."""
+        """Queue a prepared request; raises RequestError if its id is in use, DeviceError if the device has failed before."""
+        self._check_alive()
         if request_id in self._jobs:
             raise RequestError(f"request_id {request_id!r} is in use; abort it first or choose another")
         params, token_ids = prepared.params, prepared.token_ids
@@ -251,7 +256,9 @@ class LLMEngine:
     def step(self) -> list[RequestOutput]:
         """Compute one step; returns the requests that have something new, each with its answers so far.
 
-        If the engine or the sampler raises, the step is undone and every request is where it was before.
+        If the backend or the sampler raises, the step is undone and every request is where it was before. But if the backend
+        raises DeviceError, every request ends with finish_reason "abort" and that message as stop_reason, and is returned; the
+        engine must be loaded again, which is what `failure`, and DeviceError from the next call, say.
         """
         return [job.output() for job in self.step_jobs()]
 
@@ -262,6 +269,7 @@ class LLMEngine:
             raise ConfigError(
                 f"this engine was loaded by process {self._owner}; load it again in process {os.getpid()}"
             )
+        self._check_alive()
         timings = self.timings
         started = perf_counter()
         self._plan = None
@@ -281,6 +289,9 @@ class LLMEngine:
                 sampled = sample_checking_drafts(
                     logits, [chunk.request.sampler for chunk in sampling], [chunk.drafts for chunk in sampling]
                 )
+        except DeviceError as error:
+            self.scheduler.rollback(plan)
+            return self._fail(error)
         except BaseException:
             self.scheduler.rollback(plan)
             for chunk in plan.chunks:
@@ -325,6 +336,20 @@ class LLMEngine:
             if job.finished:
                 del self._jobs[job.request_id]
         return list(changed)
+
+    def _fail(self, error: DeviceError) -> list[Job]:
+        """End every request, since what all of them had computed is lost with the device."""
+        self.failure = DeviceError(f"{error}; what the device held is lost: load the engine again")
+        jobs = list(self._jobs.values())
+        for completion in [completion for _, completion in self._answers.values()]:
+            completion.finish("abort", str(self.failure))
+            self._retire(completion)
+        self._jobs.clear()
+        return jobs
+
+    def _check_alive(self) -> None:
+        if self.failure is not None:
+            raise DeviceError(str(self.failure))
 
     def _retire(self, completion: Completion) -> None:
         self.scheduler.finish(completion.request)

@@ -14,7 +14,7 @@ from qwenrt.plugins import ConfigError, RequestError
 from .backends import load_backend
 from .engine import Job, LLMEngine
 from .engine_dir import EngineDir, Limits
-from .kv_budget import choose_num_kv_blocks
+from .kv_budget import KvBudget
 from .outputs import RequestOutput
 from .sampling.params import SamplingParams
 from .speculation import SpeculativeConfig
@@ -28,11 +28,13 @@ Message = Mapping[str, Any]
 class LLM:
     """An engine folder, loaded. Threads that share one take turns, a call of `generate` or `chat` each.
 
-    path: the engine folder. backend: "onnxruntime" (default) or "torch". device: "cpu". max_num_seqs, max_num_batched_tokens,
-    max_model_len: lower the folder's limits. num_kv_blocks or kv_memory (bytes): size of the KV pool; by default as much as all
-    sequences at full length need, within a quarter of the free memory. threads: compute threads, default one for each core.
-    speculative: guess tokens from earlier text and check them together; {"method": "ngram"} and the fields of SpeculativeConfig.
-    Raises ConfigError when the folder or an option is wrong.
+    path: the engine folder. backend: "onnxruntime", "torch" or "tensorrt", by default the one that the engine was exported for.
+    device: "cpu", "cuda" or "cuda:N" (a GPU's number); backend torch runs on either. max_num_seqs, max_num_batched_tokens,
+    max_model_len: lower the folder's limits. num_kv_blocks, kv_memory (bytes) or, on a GPU, gpu_memory_fraction (of all its
+    memory, as much as may be in use in the end): size of the KV pool; by default as much as all sequences at full length need,
+    within a quarter of the free memory, on a GPU within a fraction of 0.9. threads: compute threads on the CPU, default one for
+    each core. speculative: guess tokens from earlier text and check them together; {"method": "ngram"} and the fields of
+    SpeculativeConfig. Raises ConfigError when the folder or an option is wrong.
     """
 
     def __init__(
@@ -46,14 +48,13 @@ class LLM:
         max_model_len: int | None = None,
         num_kv_blocks: int | None = None,
         kv_memory: int | None = None,
+        gpu_memory_fraction: float | None = None,
         enable_prefix_caching: bool = True,
         threads: int | None = None,
         speculative: Mapping[str, Any] | None = None,
     ) -> None:
         folder = EngineDir.open(path)
         self.path = folder.path
-        if device not in (None, "cpu"):
-            raise ConfigError(f"device is {device!r}, an engine for {folder.manifest.target} runs on: cpu")
         limits = _lower_limits(
             folder.manifest.limits,
             max_num_seqs=max_num_seqs,
@@ -61,22 +62,18 @@ class LLM:
             max_model_len=max_model_len,
         )
         threads = len(os.sched_getaffinity(0)) if threads is None else _integer("threads", threads, 1024)
-        for name, value in (("num_kv_blocks", num_kv_blocks), ("kv_memory", kv_memory)):
-            if value is not None:
-                _integer(name, value, 2**31 - 1 if name == "num_kv_blocks" else 2**63 - 1)
+        budget = KvBudget(num_kv_blocks=num_kv_blocks, kv_memory=kv_memory, gpu_memory_fraction=gpu_memory_fraction)
         if not isinstance(enable_prefix_caching, bool):
             raise ConfigError(f"enable_prefix_caching is {enable_prefix_caching!r}, must be True or False")
-        num_kv_blocks = choose_num_kv_blocks(folder.manifest, limits, num_kv_blocks, kv_memory)
         tokenizer = Tokenizer.from_dir(folder.path)
         self.chat_template = ChatTemplate.from_dir(folder.path)
+        loaded = load_backend(backend, folder, device=device, limits=limits, budget=budget, threads=threads)
         self.engine = LLMEngine(
             folder.manifest,
             limits,
-            load_backend(
-                "onnxruntime" if backend is None else backend, folder, num_kv_blocks=num_kv_blocks, threads=threads
-            ),
+            loaded,
             tokenizer,
-            num_kv_blocks=num_kv_blocks,
+            num_kv_blocks=loaded.num_kv_blocks,
             enable_prefix_caching=enable_prefix_caching,
             speculative=None if speculative is None else SpeculativeConfig.from_mapping(speculative),
         )
@@ -96,7 +93,8 @@ class LLM:
         params: one for all, or one each; default `SamplingParams()`. add_special_tokens: whether texts get what the tokenizer
         puts around them (Llama's <s>; Qwen has nothing); no for a rendered chat template. on_output is called with each request
         that has something new after every step. Raises RequestError before anything runs if a prompt or its parameters cannot
-        be served; on any exception (Ctrl-C too) the requests of this call are aborted and the LLM stays usable.
+        be served; on any exception (Ctrl-C too) the requests of this call are aborted and the LLM stays usable, unless it is
+        DeviceError: then it must be loaded again.
         """
         batch = _as_batch(prompts)
         every = _one_each(params, len(batch))
@@ -121,7 +119,10 @@ class LLM:
             if pending[-1].finished:
                 pending.pop()
                 continue
-            for job in self.engine.step_jobs():
+            stepped = self.engine.step_jobs()
+            if self.engine.failure is not None:
+                raise self.engine.failure
+            for job in stepped:
                 if on_output is not None and job in own:
                     on_output(job.output())
 

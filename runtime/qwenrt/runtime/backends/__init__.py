@@ -4,20 +4,39 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
 from qwenrt.plugins import ConfigError
 
-from ..engine_dir import EngineDir
+from ..engine_dir import EngineDir, Limits
+from ..kv_budget import KvBudget
 from ..model_runner import IndexArray, StepInputs
+
+KV_DTYPES: dict[str, npt.DTypeLike] = {
+    "float32": np.float32,
+    "float16": np.float16,
+    "bfloat16": ml_dtypes.bfloat16,
+    "fp8": ml_dtypes.float8_e4m3fn,
+}
+"""Types of a KV pool, by the manifest's names."""
+
+_DEVICES = {"onnxruntime": ("cpu",), "torch": ("cpu", "cuda"), "tensorrt": ("cuda",)}
+"""Per backend the kinds of devices that it runs on, its usual one first."""
 
 
 class Backend(Protocol):
     """Runs steps of one engine; the KV pool lives inside and keeps what earlier steps wrote."""
 
+    num_kv_blocks: int
+    """How many blocks the pool has."""
+
     def execute(self, inputs: StepInputs) -> npt.NDArray[np.float32]:
-        """Run the graph once; returns logits [R, vocab], valid until the next call."""
+        """Run the graph once; returns logits [R, vocab], valid until the next call.
+
+        Raises DeviceError when the device failed; the pool's contents are then lost, and so is the backend.
+        """
 
     def read_kv_blocks(self, layer: int, blocks: IndexArray) -> npt.NDArray[Any]:
         """A copy of blocks of a layer's pool, [len(blocks), 2, num_kv_heads, block_size, head_dim], in the pool's type."""
@@ -26,14 +45,38 @@ class Backend(Protocol):
         """Overwrite blocks of a layer's pool."""
 
 
-def load_backend(name: str, engine: EngineDir, *, num_kv_blocks: int, threads: int) -> Backend:
-    """The backend called `name` ("onnxruntime" or "torch") over `engine`; raises ConfigError if it is not known."""
+def load_backend(
+    name: str | None, engine: EngineDir, *, device: str | None, limits: Limits, budget: KvBudget, threads: int
+) -> Backend:
+    """The backend called `name`, by default the one that the engine was made for, over `engine`.
+
+    device: "cpu", "cuda" or "cuda:N". limits: of a step. budget: for the KV pool. threads: compute threads on the CPU. Raises
+    ConfigError if backend or device is not known, or the engine does not run there.
+    """
+    name = name or ("onnxruntime" if engine.manifest.target == "onnxruntime" else "tensorrt")
+    if name not in _DEVICES:
+        raise ConfigError(f"backend is {name!r}, must be one of: {', '.join(_DEVICES)}")
+    kind, index = _parse_device(device or _DEVICES[name][0])
+    if kind not in _DEVICES[name]:
+        raise ConfigError(f"device is {device!r}, backend {name} runs on: {', '.join(_DEVICES[name])}")
     if name == "onnxruntime":
         from .onnxruntime import OnnxRuntimeBackend
 
-        return OnnxRuntimeBackend(engine, num_kv_blocks=num_kv_blocks, threads=threads)
+        return OnnxRuntimeBackend(engine, limits=limits, budget=budget, threads=threads)
     if name == "torch":
         from .torch import TorchBackend
 
-        return TorchBackend(engine, num_kv_blocks=num_kv_blocks, threads=threads)
-    raise ConfigError(f"backend is {name!r}, must be one of: onnxruntime, torch")
+        return TorchBackend(
+            engine, device=f"cuda:{index}" if kind == "cuda" else "cpu", limits=limits, budget=budget, threads=threads
+        )
+    from .tensorrt import TensorRtBackend
+
+    return TensorRtBackend.load(engine, device_index=index, limits=limits, budget=budget)
+
+
+def _parse_device(device: str) -> tuple[str, int]:
+    """Kind and number of a device."""
+    kind, colon, number = device.partition(":")
+    if kind in ("cpu", "cuda") and (not colon or (kind == "cuda" and number.isascii() and number.isdecimal())):
+        return kind, int(number or 0)
+    raise ConfigError(f"device is {device!r}, must be cpu, cuda or cuda:N")

@@ -12,7 +12,8 @@ import onnxruntime as ort
 from qwenrt.plugins import ConfigError
 from qwenrt.plugins.library import cpu_library
 
-from ..engine_dir import EngineDir, EngineManifest
+from ..engine_dir import EngineDir, EngineManifest, Limits
+from ..kv_budget import KvBudget
 from ..model_runner import StepInputs
 
 _KV_DTYPES = {"float32": np.float32, "float16": np.float16}
@@ -21,10 +22,16 @@ _KV_DTYPES = {"float32": np.float32, "float16": np.float16}
 class OnnxRuntimeBackend:
     """One session whose KV inputs and outputs are bound to the same memory, so that the cache is written in place."""
 
-    def __init__(self, engine: EngineDir, *, num_kv_blocks: int, threads: int) -> None:
+    def __init__(self, engine: EngineDir, *, limits: Limits, budget: KvBudget, threads: int) -> None:
         manifest = engine.manifest
+        if manifest.dtype != "float32":
+            raise ConfigError(
+                f"backend onnxruntime computes in float32, {engine.path} is an engine in {manifest.dtype} for {manifest.target}; "
+                "export it again with --target onnxruntime"
+            )
         if manifest.kv_dtype not in _KV_DTYPES:
             raise ConfigError(f"kv_dtype is {manifest.kv_dtype}, ONNX Runtime on CPU takes: {', '.join(_KV_DTYPES)}")
+        num_kv_blocks = self.num_kv_blocks = budget.blocks_on_host(manifest, limits)
         options = ort.SessionOptions()
         options.intra_op_num_threads = threads
         options.inter_op_num_threads = 1

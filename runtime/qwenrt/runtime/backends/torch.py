@@ -1,4 +1,4 @@
-"""PyTorch, eager: runs the graph of the engine folder node by node, PagedAttention through its torch.library op.
+"""PyTorch, eager, on the CPU or on CUDA: runs the graph of the engine folder node by node, PagedAttention over our own kernels.
 
 The graph is the one that every other engine gets, so what is compared between engines is the engine and nothing else.
 """
@@ -14,10 +14,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from qwenrt.plugins import ConfigError
+from qwenrt.plugins import ConfigError, DeviceError
 
-from ..engine_dir import EngineDir
+from ..engine_dir import EngineDir, Limits
+from ..kv_budget import KvBudget
 from ..model_runner import StepInputs
+from . import KV_DTYPES
 
 try:
     import onnx
@@ -119,36 +121,102 @@ class Program:
 class TorchBackend:
     """The ONNX graph of an engine as a list of torch calls; weights are mapped from model.safetensors."""
 
-    def __init__(self, engine: EngineDir, *, num_kv_blocks: int, threads: int) -> None:
+    def __init__(self, engine: EngineDir, *, device: str, limits: Limits, budget: KvBudget, threads: int) -> None:
         torch.set_num_threads(threads)
         manifest, spec = engine.manifest, engine.manifest.model
+        self._device = torch.device(device)
+        _check_device(self._device, engine)
         graph = onnx.load(engine.file("model.onnx"), load_external_data=False).graph
-        self._constants = load_constants(engine, graph.initializer)
+        constants = load_constants(engine, graph.initializer)
+        self._constants = {name: tensor.to(self._device) for name, tensor in constants.items()}
         self._program = Program(graph.node)
-        shape = (num_kv_blocks, 2, spec.num_kv_heads, manifest.block_size, spec.head_dim)
-        self._kv_caches = {
-            f"kv_cache.{layer}": torch.zeros(shape, dtype=getattr(torch, manifest.kv_dtype))
-            for layer in range(spec.num_layers)
+        self._cache_shape = (2, spec.num_kv_heads, manifest.block_size, spec.head_dim)
+        self._numpy_dtype = np.dtype(KV_DTYPES[manifest.kv_dtype])
+        self._cache_dtype = getattr(torch, self._numpy_dtype.name)
+        self._num_layers = spec.num_layers
+        if self._device.type == "cuda":
+            # PyTorch keeps the memory that the largest step took, so what is free then is what the pool can have.
+            self._kv_caches = self._make_pool(1)
+            self.execute(_padding_step(limits))
+            self.num_kv_blocks = budget.blocks_on_gpu(manifest, limits, *torch.cuda.mem_get_info(self._device))
+        else:
+            self.num_kv_blocks = budget.blocks_on_host(manifest, limits)
+        self._kv_caches = self._make_pool(self.num_kv_blocks)
+
+    def _make_pool(self, num_blocks: int) -> dict[str, Tensor]:
+        return {
+            f"kv_cache.{layer}": torch.zeros(
+                num_blocks, *self._cache_shape, dtype=self._cache_dtype, device=self._device
+            )
+            for layer in range(self._num_layers)
         }
 
     def execute(self, inputs: StepInputs) -> npt.NDArray[np.float32]:
-        """Run the graph once; returns logits [R, vocab], valid until the next call."""
-        values: dict[str, Tensor] = {
-            field.name: torch.from_numpy(getattr(inputs, field.name)) for field in dataclasses.fields(inputs)
-        }
-        values |= self._constants
-        values |= self._kv_caches
-        logits: npt.NDArray[np.float32] = self._program.run(values, ("logits",))["logits"].numpy()
+        """Run the graph once; returns logits [R, vocab], valid until the next call. Raises DeviceError if the GPU fails."""
+        try:
+            values: dict[str, Tensor] = {
+                field.name: torch.from_numpy(getattr(inputs, field.name)).to(self._device)
+                for field in dataclasses.fields(inputs)
+            }
+            values |= self._constants
+            values |= self._kv_caches
+            logits: npt.NDArray[np.float32] = self._program.run(values, ("logits",))["logits"].cpu().numpy()
+        except RuntimeError as error:
+            if self._device.type == "cpu":
+                raise
+            raise DeviceError(f"PyTorch on {self._device}: {error}") from error
         return logits
 
     def read_kv_blocks(self, layer: int, blocks: npt.NDArray[np.int32]) -> npt.NDArray[Any]:
         """A copy of blocks of a layer's pool, [len(blocks), 2, num_kv_heads, block_size, head_dim]."""
-        pool: npt.NDArray[Any] = self._kv_caches[f"kv_cache.{layer}"].numpy()
-        return pool[blocks]
+        values = self._kv_caches[f"kv_cache.{layer}"][self._index(blocks)].cpu()
+        return values.view(torch.uint8).numpy().view(self._numpy_dtype)
 
     def write_kv_blocks(self, layer: int, blocks: npt.NDArray[np.int32], values: npt.NDArray[Any]) -> None:
         """Overwrite blocks of a layer's pool."""
-        self._kv_caches[f"kv_cache.{layer}"].numpy()[blocks] = values
+        source = torch.from_numpy(np.array(values, self._numpy_dtype).view(np.uint8)).view(self._cache_dtype)
+        self._kv_caches[f"kv_cache.{layer}"][self._index(blocks)] = source.to(self._device)
+
+    def _index(self, blocks: npt.NDArray[np.int32]) -> Tensor:
+        return torch.from_numpy(blocks.astype(np.int64)).to(self._device)
+
+
+def _check_device(device: torch.device, engine: EngineDir) -> None:
+    """Raise ConfigError if the device is not there, or the op has no kernel on it for this engine's type."""
+    dtype = engine.manifest.dtype
+    if device.type == "cpu":
+        if dtype != "float32":
+            raise ConfigError(
+                f"{engine.path} is an engine in {dtype}, backend torch on the CPU computes in float32; give device cuda, or "
+                "export it again with --target onnxruntime"
+            )
+        return
+    if not torch.cuda.is_available():
+        build = "" if torch.version.cuda else ", which is built for the CPU alone"
+        raise ConfigError(
+            f"device is {device}, and there is no GPU for PyTorch {torch.__version__}{build}; give device cpu"
+        )
+    if (count := torch.cuda.device_count()) <= (device.index or 0):
+        raise ConfigError(f"device is {device}, this machine has {count}: cuda:0 to cuda:{count - 1}")
+    if dtype not in ("float16", "bfloat16"):
+        raise ConfigError(
+            f"{engine.path} is an engine in {dtype}, the CUDA kernels compute in float16 or bfloat16; export it with "
+            "--target tensorrt (backend torch needs no plan)"
+        )
+
+
+def _padding_step(limits: Limits) -> StepInputs:
+    """As many rows as a step can have, all of them padding: nothing is read from the pool or written to it."""
+    rows = np.zeros(limits.max_num_batched_tokens, np.int32)
+    sequences = np.zeros(limits.max_num_seqs, np.int32)
+    return StepInputs(
+        input_ids=rows,
+        positions=rows,
+        block_tables=np.full((limits.max_num_seqs, 1), -1, np.int32),
+        seq_lens=sequences,
+        query_start=np.zeros(limits.max_num_seqs + 1, np.int32),
+        logits_indices=sequences,
+    )
 
 
 def load_constants(engine: EngineDir, initializers: Iterable[onnx.TensorProto]) -> dict[str, Tensor]:
