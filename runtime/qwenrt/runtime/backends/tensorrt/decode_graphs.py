@@ -19,7 +19,7 @@ def padded_sizes(max_num_seqs: int) -> list[int]:
 
 
 class DecodeGraphs:
-    """A graph for each of `padded_sizes`, each from a context of its own, as TensorRT asks; all tables have `max_blocks` columns."""
+    """A graph for each of `padded_sizes`, each from a context of its own, as TensorRT asks; tables have `max_blocks` columns."""
 
     def __init__(
         self, loaded: LoadedPlan, memory: tuple[int, int], stream: int, max_num_seqs: int, max_blocks: int
