@@ -2,8 +2,8 @@
 
 It is not TensorRT: a "plan" is a JSON text that names an engine folder's graph, and an execution context computes that graph with
 PyTorch on the CPU, reading and writing the addresses that were bound. What is real is the PagedAttention plugin: the library of
-plugins/tensorrt over the emulated kernels, driven through IPluginV3 as TensorRT would. What TensorRT documents as undefined ends the
-test: replaying a graph whose context was changed after the capture, too little activation memory, work on unbound tensors.
+plugins/tensorrt over the emulated kernels, driven through IPluginV3 as TensorRT would. What TensorRT documents as undefined ends
+the test: replaying a graph whose context was changed after the capture, too little activation memory, work on unbound tensors.
 """
 
 from __future__ import annotations
@@ -90,7 +90,9 @@ class FakeTensorRt:
         self.registry = PluginRegistry()
         self.refuse: str | None = None
         """The method of a context that returns False from now on, with a line in the log."""
-        self.activation_bytes = 1 << 20
+        self.activation_bytes = 8 << 20
+        self.contexts: list[ExecutionContext] = []
+        """All that were made."""
 
     def get_plugin_registry(self) -> PluginRegistry:
         return self.registry
@@ -198,7 +200,14 @@ class Engine:
 
     def create_execution_context(self, strategy: ExecutionContextAllocationStrategy) -> ExecutionContext | None:
         assert strategy is ExecutionContextAllocationStrategy.USER_MANAGED
-        return None if self.trt.refuse == "create_execution_context" else ExecutionContext(self)
+        if self.trt.refuse == "create_execution_context":
+            self.log.log(
+                ILogger.ERROR, "ICudaEngine: Error Code 3: API Usage Error (create_execution_context was refused)"
+            )
+            return None
+        context = ExecutionContext(self)
+        self.trt.contexts.append(context)
+        return context
 
 
 class Refitter:
@@ -236,6 +245,8 @@ class ExecutionContext:
         self.addresses: dict[str, int] = {}
         self.memory: tuple[int, int] | None = None
         self.changes = 0
+        self.bindings = 0
+        """How often an address was set."""
         self.flushed = False
         """Whether a run has taken up the last change, as has to be before a capture."""
         self._plugins = [plugin.clone("plugin_attach") for plugin in engine.create_plugins() if plugin]
@@ -262,6 +273,7 @@ class ExecutionContext:
         if self._refused("set_tensor_address") or name not in self.engine.values or memory % 256:
             return False
         self.addresses[name] = memory
+        self.bindings += 1
         self._changed()
         return True
 

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from qwenrt.plugins import ConfigError, DeviceError
 from qwenrt.plugins.library import tensorrt_library
+from qwenrt.plugins.tensorrt_module import import_tensorrt
 
 from ...engine_dir import EngineDir, EngineManifest, Limits
 from ...kv_budget import KvBudget
@@ -22,7 +23,6 @@ from .. import KV_DTYPES
 from .decode_graphs import DecodeGraphs
 from .device import Device
 from .execution import Execution, Shape
-from .module import import_tensorrt
 from .plan_loader import DECODE, PREFILL, LoadedPlan, load_plan
 from .step_buffers import StepBuffers, StepSizes, padding_only
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from qwenrt.plugins import DeviceError
 
 from .device import Device
-from .module import create_context
 from .plan_loader import LoadedPlan
+from .trt_objects import create_context
 
 Shape = tuple[int, ...]
 

@@ -10,11 +10,12 @@ from typing import Any
 
 from qwenrt.plugins import ConfigError
 from qwenrt.plugins.schema import PAGED_ATTENTION, PLAN_VERSION
+from qwenrt.plugins.tensorrt_module import TITLES
 
 from ...engine_dir import EngineDir, EngineManifest
 from ...plan import Plan, Profile
 from .device import Device
-from .module import make_log
+from .trt_objects import make_log
 
 DECODE, PREFILL = 0, 1
 """The optimisation profile for steps of one token a sequence, and the one for all others."""
@@ -53,6 +54,8 @@ def load_plan(folder: EngineDir, trt: Any, device: Device, plugin_library: Path)
         raise ConfigError(f"{_library(trt)} cannot load {path}: {log.text()}; {_remedy(folder)}")
     if plan.stripped:
         _refit(trt, engine, log, folder)
+    if engine.name != folder.manifest.network_name:
+        raise ConfigError(f"plan {path} was built from another graph or other weights; {_remedy(folder)}")
     _check_tensors(engine, folder.manifest, path)
     _check_profiles(engine, plan, path)
     return LoadedPlan(plan, trt, log, runtime, engine)
@@ -170,7 +173,7 @@ def _compare(expected: Mapping[str, str], found: Mapping[str, str], path: Path) 
 
 
 def _library(trt: Any) -> str:
-    return f"{'TensorRT for RTX' if trt.__name__ == 'tensorrt_rtx' else 'TensorRT'} {trt.__version__}"
+    return f"{TITLES['tensorrt-rtx' if trt.__name__ == 'tensorrt_rtx' else 'tensorrt']} {trt.__version__}"
 
 
 def _release(version: str) -> list[str]:

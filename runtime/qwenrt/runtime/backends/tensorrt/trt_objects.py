@@ -1,28 +1,11 @@
-"""TensorRT's Python module or TensorRT for RTX's: the same interface but for what stands here."""
+"""What the runtime makes of TensorRT's Python module or TensorRT for RTX's: a logger, and execution contexts."""
 
 from __future__ import annotations
 
-import importlib
 from collections import deque
 from typing import Any
 
-from qwenrt.plugins import ConfigError
-
-_MODULES = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
-"""Per target of an engine folder, the module that reads its plans."""
 _KEPT_LINES = 8
-
-
-def import_tensorrt(target: str) -> Any:
-    """The module for the plans of an engine folder; raises ConfigError where it is not installed or does not load."""
-    name = _MODULES[target]
-    try:
-        return importlib.import_module(name)
-    except (ImportError, OSError) as error:
-        package = "tensorrt" if target == "tensorrt" else "tensorrt-rtx-cu13"
-        raise ConfigError(
-            f"an engine for {target} needs the Python module {name} ({error}); install it with: pip install {package}"
-        ) from None
 
 
 def make_log(trt: Any) -> Any:
