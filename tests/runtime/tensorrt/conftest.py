@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -87,8 +88,15 @@ def unbuilt(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def engine_dir(unbuilt: Path) -> Path:
     """The engine folder with a plan for the fake machine."""
-    fake_build(unbuilt)
-    return unbuilt
+    folder = Path(shutil.copytree(unbuilt, unbuilt.parent / "with-plan"))
+    fake_build(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(unbuilt: Path, tmp_path: Path) -> Path:
+    """A folder without a plan for a test to change."""
+    return Path(shutil.copytree(unbuilt, tmp_path / "engine"))
 
 
 @pytest.fixture(scope="session")

@@ -146,6 +146,7 @@ class FakeDevice:
 
     def _record(self, call: str, detail: Any) -> None:
         if self.failure is None and self._failing == call:
+            self._failing = None
             self.failure = f"{call} failed: cudaErrorIllegalAddress, an illegal memory access was encountered"
         if self.failure is not None:
             raise DeviceError(self.failure)

@@ -94,6 +94,19 @@ def test_preemption_in_a_tiny_pool(machine: Machine, engine_dir: Path, cpu: LLM)
     assert llm.engine.scheduler.pool.num_free == 8
 
 
+def test_drafts_that_want_more_rows_of_logits_than_the_plan_gives_at_once(
+    machine: Machine, engine_dir: Path, cpu: LLM
+) -> None:
+    batch = [(ids(3, seed) * 6)[:18] for seed in range(4)]
+    llm = LLM(engine_dir, num_kv_blocks=64, max_num_seqs=4, speculative={"method": "ngram"})
+    downloads = []
+    record = machine.device.download
+    machine.device.download = lambda target, *rest: (downloads.append(len(target)), record(target, *rest))  # type: ignore
+    check(tokens(llm, batch, 16), cpu, batch, 16)
+    assert max(downloads) == 4
+    assert len(downloads) > llm.engine.timings.steps
+
+
 def test_several_answers_to_one_prompt(machine: Machine, engine_dir: Path) -> None:
     params = SamplingParams(temperature=1.0, seed=1, n=3, max_tokens=6, ignore_eos=True)
     answers = [LLM(engine_dir, num_kv_blocks=20).generate(ids(20), params)[0].outputs for _ in range(2)]

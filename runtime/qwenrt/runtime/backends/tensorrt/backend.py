@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import weakref
 from contextlib import ExitStack
@@ -21,7 +22,7 @@ from ...model_runner import IndexArray, StepInputs
 from ...plan import Plan
 from .. import KV_DTYPES
 from .decode_graphs import DecodeGraphs
-from .device import Device
+from .device import Device, give_back
 from .execution import Execution, Shape
 from .plan_loader import DECODE, PREFILL, LoadedPlan, load_plan
 from .step_buffers import StepBuffers, StepSizes, padding_only
@@ -48,11 +49,11 @@ class TensorRtBackend:
         _check_limits(loaded.plan, self._largest)
         with ExitStack() as resources:
             self._stream = device.create_stream()
-            resources.callback(device.destroy_stream, self._stream)
+            give_back(resources, device.destroy_stream, self._stream)
             self._buffers = StepBuffers(device, self._largest, resources)
             logits_bytes = limits.max_num_seqs * spec.vocab_size * 4
             logits_host = device.allocate_pinned(logits_bytes)
-            resources.callback(device.free_pinned, logits_host)
+            give_back(resources, device.free_pinned, logits_host)
             self._logits = logits_host.view(np.float32).reshape(-1, spec.vocab_size)
             self._logits_address = _allocate(device, logits_bytes, resources)
             memory_bytes = max(loaded.engine.device_memory_size_v2, 1)
@@ -103,19 +104,25 @@ class TensorRtBackend:
         """
         self._check_step(inputs)
         self._device.use()
-        num_seqs = len(inputs.seq_lens)
-        if len(inputs.input_ids) == num_seqs:
+        most = self._largest.num_logits
+        if len(inputs.logits_indices) <= most:
+            return self._run(inputs)
+        # Many drafts at once. A step that is repeated writes what it has written, so each run can give other rows.
+        parts = [inputs.logits_indices[row : row + most] for row in range(0, len(inputs.logits_indices), most)]
+        return np.concatenate([self._run(dataclasses.replace(inputs, logits_indices=part)).copy() for part in parts])
+
+    def _run(self, inputs: StepInputs) -> npt.NDArray[np.float32]:
+        num_tokens, num_seqs, num_logits = len(inputs.input_ids), len(inputs.seq_lens), len(inputs.logits_indices)
+        if num_tokens == num_seqs:
             sizes = self._decode.sizes_for(num_seqs)
             self._buffers.upload(inputs, sizes, self._stream)
             self._decode.run(self._device, sizes)
         else:
-            sizes = StepSizes(
-                len(inputs.input_ids), num_seqs, max(len(inputs.logits_indices), 1), inputs.block_tables.shape[1]
-            )
+            sizes = StepSizes(num_tokens, num_seqs, max(num_logits, 1), inputs.block_tables.shape[1])
             self._buffers.upload(inputs, sizes, self._stream)
             self._prefill.set_shapes(sizes.shapes)
             self._prefill.enqueue()
-        logits = self._logits[: len(inputs.logits_indices)]
+        logits = self._logits[:num_logits]
         self._device.download(logits, self._logits_address, self._stream)
         self._device.synchronize(self._stream)
         return logits
@@ -143,11 +150,14 @@ class TensorRtBackend:
         return self._caches[layer] + int(block) * block_bytes
 
     def _check_step(self, inputs: StepInputs) -> None:
-        found = StepSizes(
-            len(inputs.input_ids), len(inputs.seq_lens), len(inputs.logits_indices), inputs.block_tables.shape[1]
-        )
-        for name, size, most in zip(found._fields, found, self._largest, strict=True):
-            if not (0 if name == "num_logits" else 1) <= size <= most:
+        sizes = {
+            "num_tokens": len(inputs.input_ids),
+            "num_seqs": len(inputs.seq_lens),
+            "max_blocks": inputs.block_tables.shape[1],
+        }
+        for name, size in sizes.items():
+            most = getattr(self._largest, name)
+            if not 1 <= size <= most:
                 raise ConfigError(f"a step has {name} {size}, this engine takes 1 to {most}")
 
 
@@ -173,12 +183,11 @@ def _num_kv_blocks(plan: Plan, manifest: EngineManifest, limits: Limits, budget:
 
 def _allocate(device: Device, size: int, resources: ExitStack) -> int:
     address = device.allocate(size)
-    resources.callback(device.free, address)
+    give_back(resources, device.free, address)
     return address
 
 
 def _release(device: Device, resources: ExitStack) -> None:
-    # After a failure, giving back fails too: the driver does it when the process ends.
     with contextlib.suppress(DeviceError):
         device.use()
-        resources.close()
+    resources.close()

@@ -6,7 +6,7 @@ import bisect
 from collections.abc import Mapping
 from contextlib import ExitStack
 
-from .device import Device
+from .device import Device, give_back
 from .execution import Execution, Shape
 from .plan_loader import DECODE, LoadedPlan
 from .step_buffers import StepBuffers, StepSizes, padding_only
@@ -47,7 +47,7 @@ class DecodeGraphs:
             graph = execution.capture(device)
             self._graphs.append(graph)
             if graph is not None:
-                resources.callback(device.destroy_graph, graph)
+                give_back(resources, device.destroy_graph, graph)
 
     def sizes_for(self, num_seqs: int) -> StepSizes:
         """The padded sizes of a step of `num_seqs` sequences."""

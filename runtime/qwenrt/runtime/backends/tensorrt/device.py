@@ -6,11 +6,15 @@ reports one; work that was queued on a stream may fail later, in whichever call 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+
+from qwenrt.plugins import DeviceError
 
 ALIGNMENT = 256
 """Bytes: what CUDA's allocations begin at a multiple of, and what TensorRT asks of addresses."""
@@ -68,3 +72,13 @@ class Device(Protocol):
 
     def synchronize(self, stream: int) -> None:
         """Wait until everything that was queued is done."""
+
+
+def give_back(resources: ExitStack, method: Callable[..., None], handle: Any) -> None:
+    """Have `resources` call `method(handle)` when it closes. After a failure that fails too, and the failure is what matters."""
+
+    def call() -> None:
+        with contextlib.suppress(DeviceError):
+            method(handle)
+
+    resources.callback(call)

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...model_runner import IndexArray, StepInputs
-from .device import ALIGNMENT, Device
+from .device import ALIGNMENT, Device, give_back
 
 
 class StepSizes(NamedTuple):
@@ -58,9 +58,9 @@ class StepBuffers:
             offsets[name] = size
             size += -(-math.prod(shape) * 4 // ALIGNMENT) * ALIGNMENT
         self._host = device.allocate_pinned(size)
-        resources.callback(device.free_pinned, self._host)
+        give_back(resources, device.free_pinned, self._host)
         self._address = device.allocate(size)
-        resources.callback(device.free, self._address)
+        give_back(resources, device.free, self._address)
         self.addresses = {name: self._address + offset for name, offset in offsets.items()}
         """Where each input lies on the device."""
         self._places: dict[str, npt.NDArray[np.int32]] = {
