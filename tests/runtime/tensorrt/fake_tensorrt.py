@@ -337,6 +337,7 @@ class ExecutionContext:
         cache_out = self._tensor(f"kv_cache_out.{layer}", tuple(tensors[KV_CACHE].shape))
         arrays, outputs = [_array(tensor) for tensor in tensors], [_array(attn), _array(cache_out)]
         shapes, types = [array.shape for array in arrays], [TYPES[array.dtype] for array in arrays]
+        _check_rules(dict(zip(INPUTS, arrays, strict=True)), attributes["block_size"])
         plugin, host = self._plugins[layer], self.engine.trt.host
         assert plugin.shape_change(shapes, types) == 0, host.messages()
         assert self.memory is not None
@@ -364,6 +365,20 @@ class ExecutionContext:
 
     def _log(self, line: str) -> None:
         self.engine.log.log(ILogger.ERROR, line)
+
+
+def _check_rules(inputs: dict[str, Any], block_size: int) -> None:
+    """What PagedAttention asks of its index inputs (plugins/README.md), which on a device nobody checks."""
+    starts, tables, num_blocks = inputs["query_start"].tolist(), inputs["block_tables"], len(inputs["kv_cache"])
+    assert starts[0] == 0
+    assert starts == sorted(starts)
+    assert starts[-1] <= len(inputs["qkv"])
+    for table, length, first, last in zip(tables, inputs["seq_lens"].tolist(), starts, starts[1:], strict=False):
+        if first < last:
+            assert inputs["positions"][first:last].tolist() == list(range(length - (last - first), length))
+            blocks = table[: -(-length // block_size)]
+            assert length <= len(table) * block_size
+            assert ((blocks >= 0) & (blocks < num_blocks)).all()
 
 
 def _array(tensor: torch.Tensor) -> Any:
