@@ -311,8 +311,12 @@ def test_an_interruption_between_two_draws_is_undone(llm: LLM, monkeypatch: pyte
         ({"num_kv_blocks": 0}, "num_kv_blocks is 0"),
         ({"kv_memory": 10**9}, "both given"),
         ({"num_kv_blocks": None, "kv_memory": 5}, "one KV block of this engine takes"),
-        ({"backend": "cuda"}, "backend is 'cuda'.*onnxruntime, torch"),
-        ({"device": "cuda"}, "device is 'cuda'"),
+        ({"backend": "cuda"}, "backend is 'cuda'.*onnxruntime, torch, tensorrt"),
+        ({"device": "cuda"}, "device is 'cuda', backend onnxruntime runs on: cpu"),
+        (
+            {"num_kv_blocks": None, "gpu_memory_fraction": 0.5},
+            "gpu_memory_fraction is given and the engine runs on the CPU",
+        ),
         ({"threads": 0}, "threads is 0"),
     ],
 )

@@ -1,4 +1,4 @@
-"""PagedAttention on CUDA tensors of PyTorch: what reaches the kernels, over the emulator; the whole of it where there is a GPU."""
+"""PagedAttention on CUDA tensors of PyTorch: what reaches the kernels, over the emulator; all of it where there is a GPU."""
 
 from __future__ import annotations
 

@@ -12,12 +12,14 @@ from .progress import spinner
 
 _ENGINE_OPTIONS = (
     "backend",
+    "device",
     "threads",
     "max_num_seqs",
     "max_num_batched_tokens",
     "max_model_len",
     "num_kv_blocks",
     "kv_memory",
+    "gpu_memory_fraction",
     "enable_prefix_caching",
 )
 

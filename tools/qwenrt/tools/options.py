@@ -50,6 +50,11 @@ def engine_options(function: Function) -> Function:
             help="Reuse the KV cache of equal prompt beginnings.",
         ),
         click.option("--kv-memory", type=BYTE_SIZE, help="Memory for the KV cache, such as 1GiB."),
+        click.option(
+            "--gpu-memory-fraction",
+            type=float,
+            help="How much of a GPU's memory may be in use with the KV cache, instead of --kv-memory.  [default: 0.9]",
+        ),
         click.option("--num-kv-blocks", type=COUNT, help="Size of the KV cache in blocks, instead of --kv-memory."),
         click.option("--max-model-len", type=COUNT, help="Lower the engine's limit: tokens in a sequence."),
         click.option("--max-num-batched-tokens", type=COUNT, help="Lower the engine's limit: tokens in a step."),
@@ -60,7 +65,12 @@ def engine_options(function: Function) -> Function:
             help="Guess so many tokens from earlier text and check them in one step; answers stay the same.",
         ),
         click.option("--threads", type=COUNT, help="Compute threads.  [default: one a core]"),
-        click.option("--backend", type=click.Choice(["onnxruntime", "torch"]), help="What executes the engine."),
+        click.option("--device", help="cpu, cuda or cuda:N.  [default: that of the backend]"),
+        click.option(
+            "--backend",
+            type=click.Choice(["onnxruntime", "torch", "tensorrt"]),
+            help="What executes the engine.  [default: what it was exported for]",
+        ),
     ):
         function = option(function)
     return function
