@@ -27,7 +27,9 @@ class KvBudget:
     def __post_init__(self) -> None:
         given = [field.name for field in fields(self) if getattr(self, field.name) is not None]
         if len(given) > 1:
-            raise ConfigError(f"{' and '.join(given)} are {'both' if len(given) == 2 else 'all'} given; give one of them")
+            raise ConfigError(
+                f"{' and '.join(given)} are {'both' if len(given) == 2 else 'all'} given; give one of them"
+            )
         for name, high in (("num_kv_blocks", _MAX_BLOCKS), ("kv_memory", 2**63 - 1)):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or not 1 <= value <= high):
