@@ -7,21 +7,21 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from qwenrt.plugins import ConfigError, DeviceError, torch_cuda, torch_op
+from gpu_check.cases import BFLOAT16, FLOAT8, FLOAT16, MIXED, Call, make_call
+from gpu_check.memory import Array, aligned
+from gpu_check.op_suite import ATTN_TOLERANCE
+from qwenrt.plugins import ConfigError, DeviceError, reference, torch_cuda, torch_op
 from qwenrt.plugins.cuda_api import CudaKernels
 from qwenrt.plugins.schema import PAGED_ATTENTION
 
-from .binding import EmulatedCuda, aligned
-from .cases import Array, Call, make_call
-from .test_paged_attention import BFLOAT16, DTYPES, FLOAT16, MIXED, cuda, expect  # noqa: F401
+from .binding import EmulatedCuda
+from .test_paged_attention import DTYPES, cuda  # noqa: F401
 
-FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
 TORCH_TYPES = {FLOAT16: torch.float16, BFLOAT16: torch.bfloat16, FLOAT8: torch.float8_e4m3fn}
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU for PyTorch here")
 
@@ -150,8 +150,9 @@ def test_on_a_gpu(dtype: Any, head_dim: int) -> None:
     attributes = {item.name: call.attributes.get(item.name, item.default) for item in PAGED_ATTENTION.attributes}
     attn, pool = torch_op.paged_attention(*tensors, *attributes.values())
     in_place = torch_op.paged_attention_in_place(*tensors, **attributes)
-    expected, expected_pool = expect(call)
-    bound, end = {FLOAT16: 3e-3, BFLOAT16: 2e-2}[np.dtype(dtype)], int(call.tensors["query_start"][-1])
+    exact = {name: call.tensors[name].astype(np.float32) for name in ("qkv", "q_norm", "k_norm")}
+    expected, expected_pool = reference.paged_attention(**call.arguments | exact)
+    bound, end = ATTN_TOLERANCE[np.dtype(dtype)], int(call.tensors["query_start"][-1])
     for one in (attn, in_place):
         np.testing.assert_allclose(one[:end].float().cpu(), expected[:end], rtol=bound, atol=bound)
         assert not one[end:].any()

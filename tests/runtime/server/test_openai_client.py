@@ -354,3 +354,56 @@ def test_tokenize_and_detokenize(server: Server) -> None:
     assert server.post("/detokenize", {"tokens": answer["tokens"]}) == (200, {"prompt": "é 27"})
     status, chat = server.post("/tokenize", {"messages": SUM})
     assert (status, chat["count"]) == (200, 14)
+
+
+def test_responses_are_chats_in_another_shape(client: OpenAI) -> None:
+    response = client.responses.create(model="demo", input="27+58=?", temperature=0)
+    reasoning, _ = response.output
+    assert (response.output_text, response.status) == ("85", "completed")
+    assert (reasoning.type, reasoning.content[0].text) == ("reasoning", WORKING)  # type: ignore[union-attr, index]
+    assert response.usage is not None
+    assert response.usage.output_tokens_details.reasoning_tokens == 20
+    again: Any = [
+        {"role": "user", "content": [{"type": "input_text", "text": "27+58=?"}]},
+        *response.model_dump(exclude_none=True)["output"],
+        {"role": "user", "content": "Copy:\nabc"},
+    ]
+    follow_up = client.responses.create(model="demo", input=again, temperature=0, reasoning={"effort": "none"})
+    assert follow_up.output_text == "abc"
+
+
+def test_streamed_responses_tell_their_parts(client: OpenAI) -> None:
+    events = list(client.responses.create(model="demo", input="27+58=?", temperature=0, stream=True))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    kinds = [event.type for event in events]
+    assert kinds[0] == "response.created" and kinds[-1] == "response.completed"
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == "85"
+    assert "".join(event.delta for event in events if event.type == "response.reasoning_text.delta") == WORKING
+    assert [event.item.type for event in events if event.type == "response.output_item.done"] == [
+        "reasoning",
+        "message",
+    ]
+    final: Any = events[-1]
+    assert final.response.output_text == "85"
+    cut = client.responses.create(model="demo", input="27+58=?", temperature=0, max_output_tokens=3)
+    assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")  # type: ignore[union-attr]
+
+
+def test_responses_keep_to_a_schema(client: OpenAI) -> None:
+    response = client.responses.parse(model="demo", input="27+58=?", text_format=Answer, temperature=0)
+    assert isinstance(response.output_parsed, Answer)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"previous_response_id": "resp_1"},
+        {"tools": [{"type": "web_search"}]},
+        {"input": [{"content": "a"}]},
+        {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "http://x"}]}]},
+        {"input": []},
+    ],
+)
+def test_what_responses_cannot_do_is_refused(client: OpenAI, fields: Any) -> None:
+    with pytest.raises(openai.BadRequestError):
+        client.responses.create(**{"model": "demo", "input": "a", **fields})

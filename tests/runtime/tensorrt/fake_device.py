@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from gpu_check.memory import aligned
 from qwenrt.plugins import DeviceError
-from tests.plugins.cuda.binding import aligned
 
 Work = Callable[[], None]
 

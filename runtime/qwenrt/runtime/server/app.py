@@ -11,9 +11,9 @@ from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.routing import APIRouter
 from pydantic import BaseModel
-from starlette.responses import HTMLResponse, Response
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
-from . import chat, completions, tokens
+from . import chat, completions, responses, tokens
 from .errors import ApiError, add_error_handlers
 from .generation import Generation, Service
 from .metrics import CONTENT_TYPE
@@ -35,6 +35,12 @@ from .streaming import ClientLeftError, EventStream, until_client_leaves
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorResponse} for status in (400, 401, 404, 405, 408, 413, 415, 429, 500, 503, 504)
+}
+_STREAMS: dict[int | str, dict[str, Any]] = {
+    200: {
+        "content": {"text/event-stream": {"schema": {"type": "string"}}},
+        "description": "The answer, or a stream of it",
+    }
 }
 _PAGE_POLICY = (
     "default-src 'none'; connect-src 'self'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
@@ -58,16 +64,23 @@ def create_app(service: Service, *, api_keys: Sequence[str] = (), cors_origins: 
 def _generation_routes(service: Service) -> APIRouter:
     router = APIRouter()
 
-    @router.post("/v1/chat/completions", response_model=ChatCompletion)
+    @router.post("/v1/chat/completions", response_model=ChatCompletion, responses=_STREAMS)
     async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
         """Answer a conversation."""
         return await _answer(request, body.stream, lambda: chat.start_chat(service, body, request.state.tenant))
 
-    @router.post("/v1/completions", response_model=Completion)
+    @router.post("/v1/completions", response_model=Completion, responses=_STREAMS)
     async def completions_(body: CompletionRequest, request: Request) -> Response:
         """Go on with texts."""
         return await _answer(
             request, body.stream, lambda: completions.start_completions(service, body, request.state.tenant)
+        )
+
+    @router.post("/v1/responses", response_model=responses.ResponseObject, responses=_STREAMS)
+    async def responses_(body: responses.ResponsesRequest, request: Request) -> Response:
+        """Answer an input, in the shape of OpenAI's responses."""
+        return await _answer(
+            request, body.stream, lambda: responses.start_response(service, body, request.state.tenant)
         )
 
     return router
@@ -113,7 +126,7 @@ def _information_routes(service: Service) -> APIRouter:
             raise ApiError(503, llm.refusal, retry_after=5)
         return {"status": "ok"}
 
-    @router.get("/metrics", response_class=Response)
+    @router.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         """Figures for Prometheus."""
         return Response(service.metrics.text(), headers={"content-type": CONTENT_TYPE})

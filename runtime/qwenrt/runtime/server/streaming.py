@@ -25,6 +25,8 @@ class ClientLeftError(Exception):
 class EventStream(Response):
     """Chunks as server-sent events, in OpenAI's manner: an error is an event too, and `[DONE]` comes last.
 
+    A chunk with a `type` is an event of that name.
+
     close: called when it is over, whether the client stayed or not, and even if nothing was sent.
     """
 
@@ -58,7 +60,9 @@ class EventStream(Response):
 async def _events(chunks: AsyncIterator[BaseModel]) -> AsyncIterator[bytes]:
     try:
         async for chunk in chunks:
-            yield _event(chunk.model_dump_json(exclude_unset=True))
+            kind = getattr(chunk, "type", None)
+            name = b"" if kind is None else f"event: {kind}\n".encode()
+            yield name + _event(chunk.model_dump_json(exclude_unset=True))
     except Exception as error:
         yield _event(error_body(as_api_error(error)).model_dump_json())
     yield _event("[DONE]")

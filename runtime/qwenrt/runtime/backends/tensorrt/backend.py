@@ -95,7 +95,7 @@ class TensorRtBackend:
         self._buffers.upload(padding_only(), self._largest, self._stream)
         self._prefill.enqueue()
         self._device.synchronize(self._stream)
-        self._decode.capture(self._device, self._buffers, addresses, shapes, resources)
+        self._decode.capture(self._device, addresses, shapes, resources)
 
     def execute(self, inputs: StepInputs) -> npt.NDArray[np.float32]:
         """Run the graph once; returns logits [R, vocab], valid until the next call.

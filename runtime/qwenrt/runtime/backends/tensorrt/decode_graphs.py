@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from .device import Device, give_back
 from .execution import Execution, Shape
 from .plan_loader import DECODE, LoadedPlan
-from .step_buffers import StepBuffers, StepSizes, padding_only
+from .step_buffers import StepSizes
 
 
 def padded_sizes(max_num_seqs: int) -> list[int]:
@@ -34,16 +34,14 @@ class DecodeGraphs:
     def capture(
         self,
         device: Device,
-        buffers: StepBuffers,
         addresses: Mapping[str, int],
         shapes: Mapping[str, Shape],
         resources: ExitStack,
     ) -> None:
-        """Bind each context, run it on padding alone, and capture it; `resources` gives the graphs back."""
+        """Bind each context, run it on what the buffers hold (padding), and capture it; `resources` gives the graphs back."""
         for size, execution in zip(self._sizes, self._executions, strict=True):
             sizes = self._step_sizes(size)
             execution.bind(addresses, {**shapes, **sizes.shapes})
-            buffers.upload(padding_only(), sizes, self._stream)
             graph = execution.capture(device)
             self._graphs.append(graph)
             if graph is not None:
