@@ -27,7 +27,11 @@ MODEL = ModelSpec(
     rms_norm_eps=1e-6,
     tie_word_embeddings=True,
     attention_bias=False,
+    num_experts=0,
+    num_experts_per_token=0,
+    moe_intermediate_size=0,
     num_parameters=596049920,
+    num_active_parameters=596049920,
 )
 
 

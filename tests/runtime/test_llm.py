@@ -47,7 +47,7 @@ def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
         ("kv_memory", float("nan"), "an integer"),
         ("kv_memory", 10**30, "an integer"),
         ("enable_prefix_caching", "no", "True or False"),
-        ("backend", "", "one of: onnxruntime, torch"),
+        ("backend", "", "one of: onnxruntime, torch, tensorrt"),
     ],
 )
 def test_an_option_of_the_wrong_type_is_named(tiny_engine: Path, option: str, value: Any, allowed: str) -> None:

@@ -12,6 +12,7 @@ import enum
 import json
 import math
 from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -80,6 +81,7 @@ class FakeTensorRt:
 
     __name__ = "tensorrt"
     __version__ = "10.14.1.48"
+    __spec__ = ModuleSpec("tensorrt", None, origin=__file__)
     TensorIOMode = TensorIOMode
     ExecutionContextAllocationStrategy = ExecutionContextAllocationStrategy
     ILogger = ILogger

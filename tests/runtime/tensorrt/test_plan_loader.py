@@ -205,9 +205,7 @@ def test_a_plan_without_weights_that_cannot_be_refitted(
 
 def test_tensorrt_that_is_not_installed(machine: Machine, engine_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorrt", None)
-    message = refused(engine_dir)
-    assert message.startswith("TensorRT is missing: the Python module tensorrt does not load")
-    assert message.endswith("install it with: pip install tensorrt")
+    assert refused(engine_dir) == "TensorRT is missing (pip install tensorrt)"
 
 
 def test_cuda_bindings_that_are_not_installed(engine_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,7 +65,7 @@ def with_value(name: str, place: Any, value: int) -> Callable[[Feed], None]:
 
 
 def without(name: str) -> Callable[[Feed], None]:
-    return lambda feed: feed.pop(name) and None  # type: ignore[func-returns-value]
+    return lambda feed: feed.__delitem__(name)
 
 
 def random_indices(feed: Feed) -> None:

@@ -53,7 +53,8 @@ def load_backend(
     device: "cpu", "cuda" or "cuda:N". limits: of a step. budget: for the KV pool. threads: compute threads on the CPU. Raises
     ConfigError if backend or device is not known, or the engine does not run there.
     """
-    name = name or ("onnxruntime" if engine.manifest.target == "onnxruntime" else "tensorrt")
+    if name is None:
+        name = "onnxruntime" if engine.manifest.target == "onnxruntime" else "tensorrt"
     if name not in _DEVICES:
         raise ConfigError(f"backend is {name!r}, must be one of: {', '.join(_DEVICES)}")
     kind, index = _parse_device(device or _DEVICES[name][0])
