@@ -24,6 +24,13 @@ void check_size(const char* name, int64_t size) {
   if (size < 0) throw qwenrt::InvalidArgument(std::string(name) + " is " + std::to_string(size) + ", which is negative");
 }
 
+qwenrt::Weight weight_of(const QwenrtWeight& weight) {
+  check_size("weight.width", weight.width);
+  check_size("weight.depth", weight.depth);
+  return {weight.data,  weight.scale,      weight.groups, weight.width,
+          weight.depth, weight.group_size, static_cast<qwenrt::ElementType>(weight.type)};
+}
+
 }  // namespace
 
 int qwenrt_paged_attention(const QwenrtPagedAttention* op, int threads, char* error, size_t error_size) {
@@ -48,10 +55,15 @@ int qwenrt_linear(const QwenrtLinear* op, int threads, char* error, size_t error
   const auto run = [&] {
     check_size("rows", op->rows);
     check_size("depth", op->depth);
-    check_size("width", op->width);
-    qwenrt::run_linear({op->x, op->weight, op->bias, op->y, op->rows, op->depth, op->width,
-                        static_cast<qwenrt::ElementType>(op->weight_type)},
-                       qwenrt::thread_pool(threads));
+    qwenrt::run_linear({op->x, weight_of(op->weight), op->bias, op->y, op->rows, op->depth}, qwenrt::thread_pool(threads));
+  };
+  return guarded(run, error, error_size);
+}
+
+int qwenrt_embedding(const QwenrtEmbedding* op, char* error, size_t error_size) {
+  const auto run = [&] {
+    check_size("rows", op->rows);
+    qwenrt::run_embedding({op->ids, weight_of(op->weight), op->y, op->rows, op->depth});
   };
   return guarded(run, error, error_size);
 }

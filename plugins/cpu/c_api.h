@@ -8,7 +8,8 @@
 extern "C" {
 #endif
 
-enum QwenrtElementType { QWENRT_FLOAT32 = 1, QWENRT_FLOAT16 = 10, QWENRT_BFLOAT16 = 16 }; /* as in ONNX */
+/* As in ONNX; a uint8 holds two 4-bit codes. */
+enum QwenrtElementType { QWENRT_FLOAT32 = 1, QWENRT_UINT8 = 2, QWENRT_INT8 = 3, QWENRT_FLOAT16 = 10, QWENRT_BFLOAT16 = 16 };
 
 /* PagedAttention as qwenrt/plugins/schema.py specifies it. Where kv_cache_out is not kv_cache the pool is copied first. */
 struct QwenrtPagedAttention {
@@ -38,16 +39,34 @@ struct QwenrtPagedAttention {
   int32_t kv_type; /* QWENRT_FLOAT32 or QWENRT_FLOAT16 */
 };
 
+/* int8 and uint8 weights lie in panels as qwenrt/plugins/panels.py makes them. */
+struct QwenrtWeight {
+  const void* data;      /* [width, depth]; int8: [panels, depth / 4, 64]; uint8: [panels, depth / 8, 64] */
+  const float* scale;    /* [width], for int8 and uint8 */
+  const uint8_t* groups; /* [panels, depth / group_size, 16], for uint8 */
+  int64_t width;
+  int64_t depth; /* of panels: with the columns that fill them up */
+  int64_t group_size;
+  int32_t type; /* any of QwenrtElementType */
+};
+
 /* y = x W^T + b. A row of y has the same bits whatever other rows are computed with it. */
 struct QwenrtLinear {
-  const float* x;      /* [rows, depth] */
-  const void* weight;  /* [width, depth] */
-  const float* bias;   /* [width], or null */
-  float* y;            /* out: [rows, width] */
+  const float* x; /* [rows, depth] */
+  struct QwenrtWeight weight;
+  const float* bias; /* [width], or null */
+  float* y;          /* out: [rows, width] */
   int64_t rows;
   int64_t depth;
-  int64_t width;
-  int32_t weight_type; /* any of QwenrtElementType */
+};
+
+/* Rows of an int8 or uint8 weight. */
+struct QwenrtEmbedding {
+  const int32_t* ids; /* [rows] */
+  struct QwenrtWeight weight;
+  float* y; /* out: [rows, depth] */
+  int64_t rows;
+  int64_t depth;
 };
 
 /* MixtureOfExperts as qwenrt/plugins/schema.py specifies it. */
@@ -72,13 +91,14 @@ struct QwenrtMixtureOfExperts {
 #define QWENRT_API
 #endif
 
-/* They return 0, or 1 with a line of text in error[0 : error_size] that names the input and the value; then nothing was
+/* All return 0, or 1 with a line of text in error[0 : error_size] that names the input and the value; then nothing was
    written. `threads` threads take part, the caller's among them; 0: one per core. */
 QWENRT_API int qwenrt_paged_attention(const struct QwenrtPagedAttention* op, int threads, char* error, size_t error_size);
 QWENRT_API int qwenrt_linear(const struct QwenrtLinear* op, int threads, char* error, size_t error_size);
 QWENRT_API int qwenrt_mixture_of_experts(const struct QwenrtMixtureOfExperts* op, int threads, char* error, size_t error_size);
+QWENRT_API int qwenrt_embedding(const struct QwenrtEmbedding* op, char* error, size_t error_size);
 
-/* The instruction set in use: "portable", "avx2" or "avx512"; the best that the machine has unless set. Setting one that it
+/* The instruction set in use: "portable", "avx2", "avx512" or "amx"; the best that the machine has unless set. Setting one that it
    lacks or an unknown name returns 1 and changes nothing; null restores the best. Not while an op runs. */
 QWENRT_API const char* qwenrt_isa(void);
 QWENRT_API int qwenrt_set_isa(const char* name);

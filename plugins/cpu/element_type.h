@@ -1,11 +1,12 @@
-// Storage types that arithmetic happens in float for.
+// Storage types that arithmetic happens in float or int32 for.
 #pragma once
 
 #include <cstdint>
 
 namespace qwenrt {
 
-enum class ElementType : int32_t { kFloat32 = 1, kFloat16 = 10, kBFloat16 = 16 };  // as in ONNX
+// As in ONNX. A uint8 holds two 4-bit codes.
+enum class ElementType : int32_t { kFloat32 = 1, kUint8 = 2, kInt8 = 3, kFloat16 = 10, kBFloat16 = 16 };
 
 struct Float16 {
   uint16_t bits;

@@ -3,14 +3,39 @@
 #include <atomic>
 #include <cstring>
 
+#if defined(__x86_64__) && defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 namespace qwenrt {
 
 extern const Isa kPortable;
 #if defined(__x86_64__)
-extern const Isa kAvx2, kAvx512;
+extern const Isa kAvx2, kAvx512, kAmx;
 #endif
 
 namespace {
+
+#if defined(__x86_64__)
+
+bool has_avx512() {
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+         __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("fma");
+}
+
+// Tiles are for those whom Linux gave leave to use them, a process at a time.
+bool has_amx() {
+#if defined(__linux__)
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;
+  return has_avx512() && __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-int8") &&
+         syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return false;
+#endif
+}
+
+#endif
 
 // Best first.
 struct Choice {
@@ -21,8 +46,8 @@ struct Choice {
 const Choice* choices() {
   static const Choice list[] = {
 #if defined(__x86_64__)
-      {&kAvx512, __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                     __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("fma")},
+      {&kAmx, has_amx()},
+      {&kAvx512, has_avx512()},
       {&kAvx2, __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")},
 #endif
       {&kPortable, true}};

@@ -18,6 +18,11 @@ struct Isa {
   // out = silu(gate) * up.
   void (*swiglu)(const float* gate, const float* up, float* out, int64_t count);
 
+  // The same for integer weights: a row of x to int8, its values filled up with zeros; and panels [first, last) of y. `scratch`:
+  // integer_scratch(op) bytes.
+  void (*round_row)(const float* x, int64_t depth, const RoundedRows& rows, int64_t row);
+  void (*integer_panels)(const Linear& op, const RoundedRows& x, int64_t first, int64_t last, int8_t* scratch);
+
   // RMSNorm and rotation of one token's q, times scale, to its row of attn, and of its k; k and v to the pool.
   void (*prepare_token)(const PagedAttention& op, int64_t seq, int64_t token);
 
@@ -34,6 +39,11 @@ inline int64_t attention_partial(const PagedAttention& op, int64_t rows) { retur
 inline int64_t attention_scratch(const PagedAttention& op, int64_t rows) {
   return rows * (op.head_dim + kTileKeys + 1) + 2 * attention_partial(op, rows) + 2 * kTileKeys * op.head_dim;
 }
+
+// Two panels in int8.
+inline int64_t integer_scratch(const Linear& op) { return 2 * op.weight.depth * kPanelWidth; }
+// Rows of x that a kernel may read beyond the last, to fill a tile.
+constexpr int64_t kRowsUnit = 16;
 
 // The instruction set in use for heads of this width: the one that select_isa set, or the best that this machine has.
 const Isa& isa(int64_t head_dim = 0);

@@ -1,12 +1,13 @@
 #define QWENRT_ISA portable
 #include "attention_kernel.h"
+#include "integer_linear_kernel.h"
 #include "linear_kernel.h"
 #include "swiglu_kernel.h"
 
 namespace qwenrt {
 
 extern const Isa kPortable;
-const Isa kPortable = {"portable", portable::kLanes, portable::linear_columns, portable::swiglu,
+const Isa kPortable = {"portable", portable::kLanes, portable::linear_columns, portable::swiglu, portable::round_row, portable::integer_panels,
     portable::prepare_token, portable::attend, portable::attend_chunk, portable::merge_chunks};
 
 }  // namespace qwenrt

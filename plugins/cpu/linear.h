@@ -7,17 +7,59 @@
 
 namespace qwenrt {
 
-// Row-major and dense. Each y[m][n] is summed in one fixed order that depends on `depth` alone, so a row's result has the same
-// bits whatever other rows are computed with it.
+// Integer weights lie in panels of 16 output channels, as qwenrt/plugins/panels.py makes them: four columns of a panel ("a quad") are 64
+// bytes, each channel's four together. The depth is filled up with zeros to whole groups, and to a multiple of 64.
+constexpr int64_t kPanelWidth = 16;
+constexpr int64_t kQuad = 4;
+constexpr int64_t kQuadBytes = kPanelWidth * kQuad;
+constexpr int64_t kDepthUnit = 64;
+// The largest sum of products, 127 * 127 * depth, fits an int32.
+constexpr int64_t kMaxIntegerDepth = int64_t{1} << 17;
+
+// [width, depth], row-major and dense, aligned to its element; or integers, whose panels hold `depth` columns with the filling.
+struct Weight {
+  const void* data;
+  const float* scale;     // [width], for integers
+  const uint8_t* groups;  // [panels, depth / group_size, 16], for uint8: multiplier | zero point << 4
+  int64_t width;
+  int64_t depth;
+  int64_t group_size;  // for uint8
+  ElementType type;
+
+  bool is_integer() const { return type == ElementType::kInt8 || type == ElementType::kUint8; }
+  int64_t panels() const { return (width + kPanelWidth - 1) / kPanelWidth; }
+  int64_t quads() const { return depth / kQuad; }
+  const int8_t* panel(int64_t i) const { return static_cast<const int8_t*>(data) + i * depth * kPanelWidth; }
+  const uint8_t* pairs(int64_t i) const { return static_cast<const uint8_t*>(data) + i * depth * kPanelWidth / 2; }
+  const uint8_t* panel_groups(int64_t i) const { return groups + i * (depth / group_size) * kPanelWidth; }
+};
+
+// A row of y has the same bits whatever other rows are computed with it: with float weights each sum runs in one order that
+// depends on `depth` alone; with integers a row of x is rounded to int8 by itself, and sums are exact.
 struct Linear {
-  const float* x;      // [rows, depth]
-  const void* weight;  // [width, depth], aligned to its element
-  const float* bias;   // [width], or null
-  float* y;            // [rows, width]
+  const float* x;  // [rows, depth]
+  Weight weight;
+  const float* bias;  // [width], or null
+  float* y;           // [rows, width]
   int64_t rows;
   int64_t depth;
-  int64_t width;
-  ElementType weight_type;
+};
+
+// y = rows `ids` of an integer weight.
+struct Embedding {
+  const int32_t* ids;  // [rows]
+  Weight weight;
+  float* y;  // [rows, depth]
+  int64_t rows;
+  int64_t depth;
+};
+
+// Rows of x rounded to int8: x = values * scale. Rows follow one another every `stride` bytes, zeros beyond the depth.
+struct RoundedRows {
+  int8_t* values;  // [rows, stride]
+  float* scale;    // [rows]; NaN for a row that is not finite
+  int32_t* sum;    // [rows]: of the values
+  int64_t stride;
 };
 
 }  // namespace qwenrt

@@ -54,7 +54,7 @@ void multiply_columns(const Linear& op, const Weight* weight, int64_t row, int64
       float y = sum(sums[m][n]);
       for (int64_t k = whole; k < op.depth; ++k) y += x[m * op.depth + k] * to_float(w[n * op.depth + k]);
       if (op.bias != nullptr) y += op.bias[column + n];
-      op.y[(row + m) * op.width + column + n] = y;
+      op.y[(row + m) * op.weight.width + column + n] = y;
     }
 }
 
@@ -72,13 +72,16 @@ void multiply(const Linear& op, const Weight* weight, int64_t first, int64_t las
 }  // namespace
 
 void linear_columns(const Linear& op, int64_t first, int64_t last) {
-  switch (op.weight_type) {
+  switch (op.weight.type) {
     case ElementType::kFloat32:
-      return multiply(op, static_cast<const float*>(op.weight), first, last);
+      return multiply(op, static_cast<const float*>(op.weight.data), first, last);
     case ElementType::kFloat16:
-      return multiply(op, static_cast<const Float16*>(op.weight), first, last);
+      return multiply(op, static_cast<const Float16*>(op.weight.data), first, last);
     case ElementType::kBFloat16:
-      return multiply(op, static_cast<const BFloat16*>(op.weight), first, last);
+      return multiply(op, static_cast<const BFloat16*>(op.weight.data), first, last);
+    case ElementType::kInt8:
+    case ElementType::kUint8:
+      return;  // integer_panels
   }
 }
 

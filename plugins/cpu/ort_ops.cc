@@ -197,25 +197,54 @@ class PagedAttentionKernel {
   qwenrt::PagedAttention op_{};
 };
 
+// The weight of Linear or Embedding, with what belongs to it where it is of integers; `depth` is what a float weight must have.
+qwenrt::Weight weight_of(const OrtKernelContext* context, ElementType type, const char* const* names, size_t index, size_t scale_index,
+                         size_t groups_index, int64_t depth) {
+  const Tensor tensor = input(context, index, names[index]);
+  qwenrt::Weight weight{};
+  weight.data = tensor.data;
+  weight.type = type;
+  if (!weight.is_integer()) {
+    tensor.expect_rank(2);
+    weight.width = tensor.shape[0], weight.depth = depth;
+    tensor.expect_shape({weight.width, depth});
+    return weight;
+  }
+  const Tensor scale = input(context, scale_index, names[scale_index]);
+  scale.expect_rank(1);
+  weight.scale = scale.as<float>(), weight.width = scale.shape[0];
+  tensor.expect_rank(3);
+  tensor.expect_shape({weight.panels(), tensor.shape[1], qwenrt::kQuadBytes});
+  weight.depth = tensor.shape[1] * qwenrt::kQuad;
+  if (type == ElementType::kUint8) {
+    weight.depth *= 2;
+    const Tensor groups = input(context, groups_index, names[groups_index]);
+    groups.expect_rank(3);
+    groups.expect_shape({weight.panels(), groups.shape[1], qwenrt::kPanelWidth});
+    weight.groups = groups.as<uint8_t>();
+    weight.group_size = groups.shape[1] > 0 && weight.depth % groups.shape[1] == 0 ? weight.depth / groups.shape[1] : 0;
+  }
+  return weight;
+}
+
 class LinearKernel {
  public:
   LinearKernel(const OrtKernelInfo*, ElementType weight_type) : weight_type_(weight_type) {}
 
   void compute(OrtKernelContext* context) const {
     using namespace qwenrt::ops::linear;
-    const Tensor x = input(context, kX, kInputNames[kX]), weight = input(context, kWeight, kInputNames[kWeight]);
+    const Tensor x = input(context, kX, kInputNames[kX]);
     x.expect_rank(2);
-    weight.expect_rank(2);
-    weight.expect_shape({weight.shape[0], x.shape[1]});
-    const float* bias = nullptr;
+    qwenrt::Linear op{};
+    op.x = x.as<float>(), op.rows = x.shape[0], op.depth = x.shape[1];
+    op.weight = weight_of(context, weight_type_, kInputNames, kWeight, kScale, kGroups, op.depth);
     if (has_input(context, kBias)) {
-      const Tensor tensor = input(context, kBias, kInputNames[kBias]);
-      tensor.expect_shape({weight.shape[0]});
-      bias = tensor.as<float>();
+      const Tensor bias = input(context, kBias, kInputNames[kBias]);
+      bias.expect_shape({op.weight.width});
+      op.bias = bias.as<float>();
     }
-    float* y = static_cast<float*>(output(context, kY, {x.shape[0], weight.shape[0]}));
-    qwenrt::run_linear({x.as<float>(), weight.data, bias, y, x.shape[0], x.shape[1], weight.shape[0], weight_type_},
-                       threads_of(context));
+    op.y = static_cast<float*>(output(context, kY, {op.rows, op.weight.width}));
+    qwenrt::run_linear(op, threads_of(context));
   }
 
  private:
@@ -248,6 +277,27 @@ class MixtureOfExpertsKernel {
  private:
   int64_t top_k_;
   bool norm_topk_prob_;
+  ElementType weight_type_;
+};
+
+class EmbeddingKernel {
+ public:
+  EmbeddingKernel(const OrtKernelInfo* info, ElementType weight_type)
+      : depth_(integer_attribute(info, qwenrt::ops::embedding::kDepthAttribute)), weight_type_(weight_type) {
+    if (depth_ < 0) throw InvalidArgument("depth is " + std::to_string(depth_) + ", which is negative");
+  }
+
+  void compute(OrtKernelContext* context) const {
+    using namespace qwenrt::ops::embedding;
+    const Tensor ids = input(context, kIds, kInputNames[kIds]);
+    ids.expect_rank(1);
+    const qwenrt::Weight weight = weight_of(context, weight_type_, kInputNames, kWeight, kScale, kGroups, depth_);
+    float* y = static_cast<float*>(output(context, kY, {ids.shape[0], depth_}));
+    qwenrt::run_embedding({ids.as<int32_t>(), weight, y, ids.shape[0], depth_});
+  }
+
+ private:
+  int64_t depth_;
   ElementType weight_type_;
 };
 
@@ -300,7 +350,8 @@ CustomOp custom_op(const char* name, int op_version, CustomOp::Types inputs, siz
 }
 
 std::vector<CustomOp> make_ops() {
-  constexpr auto kFloat = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT, kInt = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32;
+  constexpr auto kFloat = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT, kInt = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32,
+                 kByte = ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8;
   std::vector<CustomOp> ops;
   for (const ElementType type : {ElementType::kFloat32, ElementType::kFloat16}) {
     using namespace qwenrt::ops::paged_attention;
@@ -308,10 +359,15 @@ std::vector<CustomOp> make_ops() {
     ops.push_back(custom_op<PagedAttentionKernel>(kName, kVersion, {kFloat, kFloat, kFloat, kFloat, kInt, kv, kInt, kInt, kInt},
                                                   kNumInputs, {kFloat, kv}, type));
   }
-  for (const ElementType type : {ElementType::kFloat32, ElementType::kFloat16, ElementType::kBFloat16}) {
+  for (const ElementType type : {ElementType::kFloat32, ElementType::kFloat16, ElementType::kBFloat16, ElementType::kInt8, ElementType::kUint8}) {
     using namespace qwenrt::ops::linear;
     const auto weight = static_cast<ONNXTensorElementDataType>(type);
-    ops.push_back(custom_op<LinearKernel>(kName, kVersion, {kFloat, weight, kFloat}, kBias, {kFloat}, type));
+    ops.push_back(custom_op<LinearKernel>(kName, kVersion, {kFloat, weight, kFloat, kFloat, kByte}, kBias, {kFloat}, type));
+  }
+  for (const ElementType type : {ElementType::kInt8, ElementType::kUint8}) {
+    using namespace qwenrt::ops::embedding;
+    const auto weight = static_cast<ONNXTensorElementDataType>(type);
+    ops.push_back(custom_op<EmbeddingKernel>(kName, kVersion, {kInt, weight, kFloat, kByte}, kScale, {kFloat}, type));
   }
   for (const ElementType type : {ElementType::kFloat32, ElementType::kFloat16, ElementType::kBFloat16}) {
     using namespace qwenrt::ops::mixture_of_experts;

@@ -29,5 +29,6 @@ void check_attributes(const PagedAttention& op);
 void run_paged_attention(const PagedAttention& op, const Parallel& parallel);
 void run_linear(const Linear& op, const Parallel& parallel);
 void run_mixture_of_experts(const MixtureOfExperts& op, const Parallel& parallel);
+void run_embedding(const Embedding& op);
 
 }  // namespace qwenrt

@@ -1,5 +1,4 @@
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <cstring>
 #include <memory>
@@ -10,6 +9,7 @@
 
 #include "isa.h"
 #include "run.h"
+#include "scratch.h"
 
 namespace qwenrt {
 namespace {
@@ -121,23 +121,6 @@ TaskList make_tasks(const PagedAttention& op, int64_t threads) {
   return list;
 }
 
-// Runs work(task, scratch) with scratch memory for the thread it runs on. Throws std::bad_alloc if there is none.
-template <class Work>
-void run_with_scratch(const Parallel& parallel, int64_t tasks, int64_t floats, const Work& work) {
-  std::atomic<bool> out_of_memory{false};
-  parallel.run(tasks, [&](int64_t task) {
-    thread_local std::vector<float> scratch;
-    try {
-      if (static_cast<int64_t>(scratch.size()) < floats) scratch.resize(static_cast<size_t>(floats));
-    } catch (const std::bad_alloc&) {
-      out_of_memory = true;
-      return;
-    }
-    work(task, scratch.data());
-  });
-  if (out_of_memory) throw std::bad_alloc();
-}
-
 void prepare_tokens(const PagedAttention& op, const Isa& kernels, const Parallel& parallel) {
   const int64_t rows = op.num_rows();
   const auto prepare = [&](int64_t first, int64_t last) {
@@ -154,7 +137,7 @@ void prepare_tokens(const PagedAttention& op, const Isa& kernels, const Parallel
 }
 
 void attend_whole_tiles(const PagedAttention& op, const Isa& kernels, const TaskList& list, const Parallel& parallel) {
-  run_with_scratch(parallel, static_cast<int64_t>(list.tiles.size()), attention_scratch(op, list.rows),
+  run_with_scratch<float>(parallel, static_cast<int64_t>(list.tiles.size()), attention_scratch(op, list.rows),
                    [&](int64_t task, float* scratch) { kernels.attend(op, list.tiles[static_cast<size_t>(task)], scratch); });
 }
 
@@ -176,11 +159,11 @@ void attend_by_chunks(const PagedAttention& op, const Isa& kernels, const TaskLi
   }
   const std::unique_ptr<float[]> memory(new float[static_cast<size_t>(floats)]);
   const int64_t scratch_floats = attention_scratch(op, list.rows);
-  run_with_scratch(parallel, static_cast<int64_t>(parts.size()), scratch_floats, [&](int64_t task, float* scratch) {
+  run_with_scratch<float>(parallel, static_cast<int64_t>(parts.size()), scratch_floats, [&](int64_t task, float* scratch) {
     const Part& part = parts[static_cast<size_t>(task)];
     kernels.attend_chunk(op, *part.tile, part.chunk, scratch, memory.get() + part.partials);
   });
-  run_with_scratch(parallel, static_cast<int64_t>(list.tiles.size()), scratch_floats, [&](int64_t task, float* scratch) {
+  run_with_scratch<float>(parallel, static_cast<int64_t>(list.tiles.size()), scratch_floats, [&](int64_t task, float* scratch) {
     const size_t i = static_cast<size_t>(task);
     kernels.merge_chunks(op, list.tiles[i], scratch, memory.get() + partials[i]);
   });

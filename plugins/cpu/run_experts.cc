@@ -108,9 +108,10 @@ class Experts {
     const int64_t row = routing_.start[static_cast<size_t>(expert)] - base;
     const char* own = static_cast<const char*>(weight) + expert * width * depth * item;
     Linear product{};
-    product.x = x + row * depth, product.weight = own, product.y = y + row * width;
-    product.rows = routing_.rows(expert), product.depth = depth, product.width = width;
-    product.weight_type = op_.weight_type;
+    product.x = x + row * depth, product.y = y + row * width;
+    product.rows = routing_.rows(expert), product.depth = depth;
+    product.weight.data = own, product.weight.type = op_.weight_type;
+    product.weight.width = width, product.weight.depth = depth;
     return product;
   }
 

@@ -3,26 +3,101 @@
 
 #include "isa.h"
 #include "run.h"
+#include "scratch.h"
 
 namespace qwenrt {
 namespace {
 
 // Wide enough that handing out a task is cheap beside it, narrow enough that every thread of a large machine gets some.
 constexpr int64_t kTaskColumns = 32;
+constexpr int64_t kTaskPanels = kTaskColumns / kPanelWidth;
+constexpr int64_t kSerialRows = 4;  // handing so few rows to other threads costs more than rounding them
+
+void check_type(const Weight& weight, bool floats) {
+  const bool is_float = weight.type == ElementType::kFloat32 || weight.type == ElementType::kFloat16 || weight.type == ElementType::kBFloat16;
+  if (!weight.is_integer() && !(floats && is_float))
+    throw InvalidArgument("weight has element type " + std::to_string(static_cast<int32_t>(weight.type)) + "; it must be " +
+                          (floats ? "float32, float16, bfloat16, " : "") + "int8 or uint8");
+}
+
+void check_integers(const Weight& weight, int64_t depth) {
+  if (weight.scale == nullptr) throw InvalidArgument("scale is missing; int8 and uint8 weights need it");
+  if (weight.depth > kMaxIntegerDepth || weight.depth % kDepthUnit != 0)
+    throw InvalidArgument("weight has " + std::to_string(weight.depth) + " columns; with integers it must be a multiple of " +
+                          std::to_string(kDepthUnit) + ", at most " + std::to_string(kMaxIntegerDepth));
+  if (depth < 0 || depth > weight.depth)
+    throw InvalidArgument("the depth is " + std::to_string(depth) + ", but weight has " + std::to_string(weight.depth) + " columns");
+  if (weight.type != ElementType::kUint8) return;
+  if (weight.groups == nullptr) throw InvalidArgument("groups is missing; uint8 weights need it");
+  constexpr int64_t kUnit = 2 * kQuad;
+  if (weight.group_size < kUnit || weight.group_size % kUnit != 0 || weight.depth % weight.group_size != 0)
+    throw InvalidArgument("groups are of " + std::to_string(weight.group_size) + " columns; that must be a multiple of " +
+                          std::to_string(kUnit) + " and divide weight's " + std::to_string(weight.depth));
+}
+
+RoundedRows round_rows(const Linear& op, const Isa& kernels, const Parallel& parallel) {
+  const int64_t rows = (op.rows + kRowsUnit - 1) / kRowsUnit * kRowsUnit, stride = op.weight.depth;
+  const int64_t numbers = rows * static_cast<int64_t>(sizeof(float) + sizeof(int32_t));
+  int8_t* memory = thread_scratch<RoundedRows>(numbers + rows * stride);
+  const RoundedRows x{memory + numbers, reinterpret_cast<float*>(memory), reinterpret_cast<int32_t*>(memory) + rows, stride};
+  const auto round = [&](int64_t row) { kernels.round_row(op.x + row * op.depth, op.depth, x, row); };
+  if (op.rows <= kSerialRows) {
+    for (int64_t row = 0; row < op.rows; ++row) round(row);
+  } else {
+    parallel.run(op.rows, round);
+  }
+  return x;
+}
+
+void run_integer_linear(const Linear& op, const Isa& kernels, const Parallel& parallel) {
+  const RoundedRows x = round_rows(op, kernels, parallel);
+  const int64_t panels = op.weight.panels();
+  run_with_scratch<int8_t>(parallel, (panels + kTaskPanels - 1) / kTaskPanels, integer_scratch(op), [&](int64_t task, int8_t* scratch) {
+    const int64_t first = task * kTaskPanels;
+    kernels.integer_panels(op, x, first, std::min(first + kTaskPanels, panels), scratch);
+  });
+}
 
 }  // namespace
 
 void run_linear(const Linear& op, const Parallel& parallel) {
-  if (op.weight_type != ElementType::kFloat32 && op.weight_type != ElementType::kFloat16 &&
-      op.weight_type != ElementType::kBFloat16)
-    throw InvalidArgument("weight has element type " + std::to_string(static_cast<int32_t>(op.weight_type)) +
-                          "; it must be float32, float16 or bfloat16");
-  if (op.rows == 0 || op.width == 0) return;
+  check_type(op.weight, true);
+  if (op.weight.is_integer()) check_integers(op.weight, op.depth);
+  if (op.rows == 0 || op.weight.width == 0) return;
   const Isa& kernels = isa();
-  parallel.run((op.width + kTaskColumns - 1) / kTaskColumns, [&](int64_t task) {
+  if (op.weight.is_integer()) return run_integer_linear(op, kernels, parallel);
+  const int64_t width = op.weight.width;
+  parallel.run((width + kTaskColumns - 1) / kTaskColumns, [&](int64_t task) {
     const int64_t first = task * kTaskColumns;
-    kernels.linear_columns(op, first, std::min(first + kTaskColumns, op.width));
+    kernels.linear_columns(op, first, std::min(first + kTaskColumns, width));
   });
+}
+
+void run_embedding(const Embedding& op) {
+  const Weight& weight = op.weight;
+  check_type(weight, false);
+  check_integers(weight, op.depth);
+  for (int64_t row = 0; row < op.rows; ++row)
+    if (op.ids[row] < 0 || op.ids[row] >= weight.width)
+      throw InvalidArgument("ids[" + std::to_string(row) + "] is " + std::to_string(op.ids[row]) + ", but weight has " +
+                            std::to_string(weight.width) + " rows");
+  for (int64_t row = 0; row < op.rows; ++row) {
+    const int64_t panel = op.ids[row] / kPanelWidth, lane = op.ids[row] % kPanelWidth;
+    const float scale = weight.scale[op.ids[row]];
+    float* y = op.y + row * op.depth;
+    for (int64_t k = 0; k < op.depth; ++k) {
+      int8_t value;
+      if (weight.type == ElementType::kInt8) {
+        value = weight.panel(panel)[k / kQuad * kQuadBytes + lane * kQuad + k % kQuad];
+      } else {
+        const uint8_t group = weight.panel_groups(panel)[k / weight.group_size * kPanelWidth + lane];
+        const uint8_t pair = weight.pairs(panel)[k / (2 * kQuad) * kQuadBytes + lane * kQuad + k % kQuad];
+        const int code = k % (2 * kQuad) < kQuad ? pair & 15 : pair >> 4;
+        value = static_cast<int8_t>((code - (group >> 4)) * (group & 15));
+      }
+      y[k] = static_cast<float>(value) * scale;
+    }
+  }
 }
 
 }  // namespace qwenrt

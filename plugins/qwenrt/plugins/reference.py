@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from . import panels
 from .errors import ConfigError
 
 Array = npt.NDArray[Any]
@@ -67,10 +68,39 @@ def paged_attention(
     return attn.reshape(len(qkv), num_heads * head_dim), cache
 
 
-def linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
-    """Linear as `schema.LINEAR` has it: y [M, N] float32, computed in float64."""
-    y = x.astype(np.float64) @ weight.astype(np.float64).T
-    return (y if bias is None else y + bias).astype(np.float32)
+def linear(
+    x: Array, weight: Array, bias: Array | None = None, scale: Array | None = None, groups: Array | None = None
+) -> Array:
+    """Linear as `schema.LINEAR` has it: y [M, N] float32. Float weights: computed in float64; integer ones: to the bit."""
+    if scale is None:
+        y = x.astype(np.float64) @ weight.astype(np.float64).T
+        return (y if bias is None else y + bias).astype(np.float32)
+    values, x_scale = round_rows(x)
+    codes = _unpacked(weight, groups, len(scale), x.shape[1])
+    sums = (values.astype(np.int64) @ codes.astype(np.int64).T).astype(np.float32)
+    y = sums * (x_scale[:, None] * scale)
+    return y if bias is None else y + bias
+
+
+def embedding(ids: Array, weight: Array, scale: Array, groups: Array | None = None, *, depth: int) -> Array:
+    """Embedding as `schema.EMBEDDING` has it: y [T, depth] float32."""
+    return _unpacked(weight, groups, len(scale), depth)[ids] * scale[ids, None]
+
+
+def _unpacked(weight: Array, groups: Array | None, width: int, depth: int) -> Array:
+    if groups is None:
+        return panels.unpack_int8(weight, width, depth)
+    return panels.unpack_int4(weight, groups, width, depth)
+
+
+def round_rows(x: Array) -> tuple[Array, Array]:
+    """Rows of float32 [M, K] as int8 values [M, K] and float32 scales [M]: x is about value * scale, the largest value 127."""
+    largest = np.abs(x).max(axis=1, initial=0)
+    usable = (largest >= np.float32(2.0**-100)) & np.isfinite(largest)
+    scale = np.where(usable, largest / np.float32(127), np.where(np.isfinite(largest), 0, np.nan)).astype(np.float32)
+    factor = np.where(usable, np.float32(127) / np.where(usable, largest, 1), 0).astype(np.float32)
+    values = np.rint(np.where(usable[:, None], x, 0) * factor[:, None])
+    return values.astype(np.int8), scale
 
 
 def mixture_of_experts(

@@ -128,22 +128,38 @@ PAGED_ATTENTION = OpSpec(
     infer_shapes=_attention_shapes,
 )
 
+_PANELS = "[N, K]; int8: [panels, depth / 4, 64]; uint8: [panels, depth / 8, 64]"
+_SCALE = Value("scale", "F", "[N]", "what the integers of a row of weights are multiples of; with int8 and uint8", optional=True)
+_GROUPS = Value("groups", "U", "[panels, groups, 16]", "multiplier | zero point << 4 of each group; with uint8", optional=True)
+
+
+def _linear_shapes(inputs: Sequence[Shape], attributes: Mapping[str, Any]) -> list[Shape]:
+    # Panels are filled up with zeros, so there the scales say how wide the weight is.
+    scale = inputs[3] if len(inputs) > 3 else ()
+    return [(inputs[0][0], scale[0] if scale else inputs[1][0])]
+
+
 LINEAR = OpSpec(
     name="Linear",
     version=1,
     doc=(
-        "y = x W^T + b with W as it lies in a checkpoint. Products and sums are float32. A row of y does not depend, to the last "
-        "bit, on which other rows are computed with it."
+        "y = x W^T + b. A float W lies as in a checkpoint; products and sums are float32. An integer W lies in panels (panels.py): "
+        "int8, or 4-bit codes that stand for (code - zero point) * multiplier; then each row of x is rounded to int8 with the scale "
+        "max|x| / 127, sums are exact, and y = sum * (scale of x * scale of W) + b in float32. A row of x below 2^-100 throughout "
+        "counts as 0; one with a NaN or an infinity gives NaN. A row of y does not depend, to the last bit, on which other rows "
+        "are computed with it."
     ),
-    types={"F": ("float",), "W": ("float", "float16", "bfloat16")},
+    types={"F": ("float",), "W": ("float", "float16", "bfloat16", "int8", "uint8"), "U": ("uint8",)},
     inputs=(
         Value("x", "F", "[M, K]", "rows"),
-        Value("weight", "W", "[N, K]", "weight"),
+        Value("weight", "W", _PANELS, "weight"),
         Value("bias", "F", "[N]", "bias", optional=True),
+        _SCALE,
+        _GROUPS,
     ),
     outputs=(Value("y", "F", "[M, N]", "products"),),
     attributes=(),
-    infer_shapes=lambda inputs, attributes: [(inputs[0][0], inputs[1][0])],
+    infer_shapes=_linear_shapes,
 )
 
 MIXTURE_OF_EXPERTS = OpSpec(
@@ -170,7 +186,18 @@ MIXTURE_OF_EXPERTS = OpSpec(
     infer_shapes=lambda inputs, attributes: [inputs[0]],
 )
 
-OPS = (PAGED_ATTENTION, LINEAR, MIXTURE_OF_EXPERTS)
+EMBEDDING = OpSpec(
+    name="Embedding",
+    version=1,
+    doc="Rows of an integer weight of Linear, in float32: the embedding look-up of a model whose head is the embedding.",
+    types={"F": ("float",), "W": ("int8", "uint8"), "U": ("uint8",), "I": ("int32",)},
+    inputs=(Value("ids", "I", "[T]", "rows"), Value("weight", "W", _PANELS, "weight"), _SCALE, _GROUPS),
+    outputs=(Value("y", "F", "[T, depth]", "rows of the weight"),),
+    attributes=(Attribute("depth", int, "columns of the weight, without those that fill up its panels"),),
+    infer_shapes=lambda inputs, attributes: [(inputs[0][0], attributes["depth"])],
+)
+
+OPS = (PAGED_ATTENTION, LINEAR, EMBEDDING, MIXTURE_OF_EXPERTS)
 
 
 def register_onnx_schemas() -> None:

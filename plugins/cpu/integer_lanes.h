@@ -1,0 +1,159 @@
+// Products of int8 products for the 16 output channels of a panel, in the registers that the including file is compiled for. All of it
+// is exact, so the instruction set does not show in a result.
+#pragma once
+
+#include "linear.h"
+
+#if defined(__AVX512VNNI__) || defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace qwenrt::QWENRT_ISA {
+
+// Each instruction set has:
+//   Quad     four columns of a panel, int8
+//   Pair     the same, two 4-bit codes to a byte: low halves are one quad, high halves the next
+//   Group    multipliers m and zero points z of a panel's 16 channels, from bytes m | z << 4
+//   widen    (code - z) * m. The product of a code and m is at most 225, so one 16-bit multiplication does two bytes
+//   Products     one int32 for each channel; what they start from depends on the sum of the row of x
+//   add      products of a quad with four values of x
+
+#if defined(__AVX512VNNI__)
+
+using Quad = __m512i;
+using Pair = __m512i;
+using Products = __m512i;
+struct Group {
+  __m512i multiplier, offset;
+};
+inline Quad load_quad(const int8_t* p) { return _mm512_loadu_si512(p); }
+inline void store_quad(int8_t* p, Quad v) { _mm512_storeu_si512(p, v); }
+inline Pair load_pair(const uint8_t* p) { return _mm512_loadu_si512(p); }
+inline Quad low(Pair v) { return _mm512_and_si512(v, _mm512_set1_epi8(15)); }
+inline Quad high(Pair v) { return _mm512_and_si512(_mm512_srli_epi16(v, 4), _mm512_set1_epi8(15)); }
+inline Group load_group(const uint8_t* p) {
+  const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  const __m512i fours = _mm512_shuffle_epi8(bytes, _mm512_set4_epi32(0x0c0c0c0c, 0x08080808, 0x04040404, 0));
+  const __m512i multiplier = _mm512_and_si512(fours, _mm512_set1_epi16(15));
+  return {multiplier, _mm512_mullo_epi16(high(fours), multiplier)};
+}
+inline Quad widen(Quad codes, const Group& g) { return _mm512_sub_epi8(_mm512_mullo_epi16(codes, g.multiplier), g.offset); }
+// The instruction wants one side unsigned: weights are raised by 128, and the sums start lower.
+inline Products start(int32_t sum_of_x) { return _mm512_set1_epi32(-128 * sum_of_x); }
+inline Quad prepared(Quad w) { return _mm512_xor_si512(w, _mm512_set1_epi8(-128)); }
+inline void add(Products& sums, Quad prepared_w, const int8_t* x) {
+  int32_t four;
+  __builtin_memcpy(&four, x, sizeof four);
+  sums = _mm512_dpbusd_epi32(sums, prepared_w, _mm512_set1_epi32(four));
+}
+inline void store_products(int32_t* p, Products v) { _mm512_storeu_si512(p, v); }
+constexpr int kBlockRows = 12;
+
+#elif defined(__AVX2__)
+
+struct Quad {
+  __m256i half[2];
+};
+using Pair = Quad;
+using Products = Quad;
+struct Group {
+  Quad multiplier, offset;
+};
+inline Quad load_quad(const void* p) {
+  const __m256i* q = static_cast<const __m256i*>(p);
+  return {_mm256_loadu_si256(q), _mm256_loadu_si256(q + 1)};
+}
+inline void store_quad(void* p, const Quad& v) {
+  __m256i* q = static_cast<__m256i*>(p);
+  _mm256_storeu_si256(q, v.half[0]);
+  _mm256_storeu_si256(q + 1, v.half[1]);
+}
+inline Pair load_pair(const uint8_t* p) { return load_quad(p); }
+inline __m256i low(__m256i v) { return _mm256_and_si256(v, _mm256_set1_epi8(15)); }
+inline __m256i high(__m256i v) { return _mm256_and_si256(_mm256_srli_epi16(v, 4), _mm256_set1_epi8(15)); }
+inline Quad low(const Pair& v) { return {low(v.half[0]), low(v.half[1])}; }
+inline Quad high(const Pair& v) { return {high(v.half[0]), high(v.half[1])}; }
+inline Group load_group(const uint8_t* p) {
+  Group g;
+  for (int i = 0; i < 2; ++i) {
+    const __m256i bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p + 8 * i)));
+    const __m256i fours = _mm256_shuffle_epi8(bytes, _mm256_setr_epi32(0, 0x04040404, 0x08080808, 0x0c0c0c0c, 0, 0x04040404, 0x08080808, 0x0c0c0c0c));
+    g.multiplier.half[i] = _mm256_and_si256(fours, _mm256_set1_epi16(15));
+    g.offset.half[i] = _mm256_mullo_epi16(high(fours), g.multiplier.half[i]);
+  }
+  return g;
+}
+inline Quad widen(const Quad& codes, const Group& g) {
+  Quad w;
+  for (int i = 0; i < 2; ++i)
+    w.half[i] = _mm256_sub_epi8(_mm256_mullo_epi16(codes.half[i], g.multiplier.half[i]), g.offset.half[i]);
+  return w;
+}
+inline Products start(int32_t) { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+inline Quad prepared(const Quad& w) { return w; }
+// The instruction wants one side unsigned: the magnitudes of x, and their signs go to the weights. Pairs of products of values
+// within +-127 stay within 16 bits.
+inline void add(Products& sums, const Quad& w, const int8_t* x) {
+  int32_t four;
+  __builtin_memcpy(&four, x, sizeof four);
+  const __m256i xs = _mm256_set1_epi32(four), magnitudes = _mm256_abs_epi8(xs);
+  for (int i = 0; i < 2; ++i) {
+    const __m256i pairs = _mm256_maddubs_epi16(magnitudes, _mm256_sign_epi8(w.half[i], xs));
+    sums.half[i] = _mm256_add_epi32(sums.half[i], _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+  }
+}
+inline void store_products(int32_t* p, const Products& v) { store_quad(p, v); }
+constexpr int kBlockRows = 4;
+
+#else
+
+struct Quad {
+  int8_t value[kQuadBytes];
+};
+using Pair = Quad;
+struct Products {
+  int32_t value[kPanelWidth];
+};
+struct Group {
+  int8_t multiplier[kPanelWidth], zero_point[kPanelWidth];
+};
+inline Quad load_quad(const int8_t* p) {
+  Quad v;
+  __builtin_memcpy(&v, p, sizeof v);
+  return v;
+}
+inline void store_quad(int8_t* p, const Quad& v) { __builtin_memcpy(p, &v, sizeof v); }
+inline Pair load_pair(const uint8_t* p) { return load_quad(reinterpret_cast<const int8_t*>(p)); }
+inline Quad low(const Pair& v) {
+  Quad codes;
+  for (int i = 0; i < kQuadBytes; ++i) codes.value[i] = static_cast<int8_t>(v.value[i] & 15);
+  return codes;
+}
+inline Quad high(const Pair& v) {
+  Quad codes;
+  for (int i = 0; i < kQuadBytes; ++i) codes.value[i] = static_cast<int8_t>(v.value[i] >> 4 & 15);
+  return codes;
+}
+inline Group load_group(const uint8_t* p) {
+  Group g;
+  for (int n = 0; n < kPanelWidth; ++n)
+    g.multiplier[n] = static_cast<int8_t>(p[n] & 15), g.zero_point[n] = static_cast<int8_t>(p[n] >> 4);
+  return g;
+}
+inline Quad widen(const Quad& codes, const Group& g) {
+  Quad w;
+  for (int i = 0; i < kQuadBytes; ++i)
+    w.value[i] = static_cast<int8_t>((codes.value[i] - g.zero_point[i / kQuad]) * g.multiplier[i / kQuad]);
+  return w;
+}
+inline Products start(int32_t) { return {}; }
+inline Quad prepared(const Quad& w) { return w; }
+inline void add(Products& sums, const Quad& w, const int8_t* x) {
+  for (int i = 0; i < kQuadBytes; ++i) sums.value[i / kQuad] += w.value[i] * x[i % kQuad];
+}
+inline void store_products(int32_t* p, const Products& v) { __builtin_memcpy(p, &v, sizeof v); }
+constexpr int kBlockRows = 4;
+
+#endif
+
+}  // namespace qwenrt::QWENRT_ISA
