@@ -150,8 +150,9 @@ void linear(int32_t weight_type) {
   Buffer<Weight> weight(width * depth);
   fill(x), fill(bias);
   for (int64_t i = 0; i < weight.count; ++i) weight[i] = static_cast<Weight>(pick(0, 3));
-  const QwenrtLinear op{x.data.get(), weight.data.get(), chance(50) ? bias.data.get() : nullptr, y.data.get(), rows, depth, width,
-                        weight_type};
+  QwenrtLinear op{};
+  op.x = x.data.get(), op.bias = chance(50) ? bias.data.get() : nullptr, op.y = y.data.get(), op.rows = rows, op.depth = depth;
+  op.weight.data = weight.data.get(), op.weight.width = width, op.weight.depth = depth, op.weight.type = weight_type;
   char error[100];
   if (qwenrt_linear(&op, static_cast<int>(pick(1, 4)), error, sizeof error) != 0) fail("Linear was refused", error);
   for (int64_t i = 0; i < y.count; ++i)
@@ -185,6 +186,45 @@ void mixture_of_experts(int32_t weight_type) {
     if (valid && !std::isfinite(y[i])) fail("y is not finite", "");
 }
 
+// Linear and Embedding over the same panels of any bytes.
+void integer_weights(bool pairs) {
+  const int64_t group_size = pairs ? int64_t{8} << pick(0, 4) : 0, unit = std::max(int64_t{64}, group_size);
+  const int64_t rows = pick(0, 70), depth = chance(20) ? pick(1000, 1100) : pick(0, 80), width = pick(0, 70);
+  const int64_t filled = (depth + unit - 1) / unit * unit, panels = (width + 15) / 16;
+  Buffer<float> x(rows * depth), bias(width), scale(width), y(rows * width), rows_of_weight(rows * depth);
+  Buffer<uint8_t> weight(panels * filled * 16 / (pairs ? 2 : 1)), groups(pairs ? panels * filled / group_size * 16 : 0);
+  Buffer<int32_t> ids(rows);
+  fill(x), fill(bias), fill(scale);
+  for (Buffer<uint8_t>* buffer : {&weight, &groups})
+    for (int64_t i = 0; i < buffer->count; ++i) (*buffer)[i] = static_cast<uint8_t>(pick(0, 255));
+  QwenrtLinear op{};
+  op.x = x.data.get(), op.bias = chance(50) ? bias.data.get() : nullptr, op.y = y.data.get(), op.rows = rows, op.depth = depth;
+  op.weight = {weight.data.get(), scale.data.get(), groups.data.get(), width, filled, group_size, pairs ? QWENRT_UINT8 : QWENRT_INT8};
+  QwenrtEmbedding look_up{ids.data.get(), op.weight, rows_of_weight.data.get(), rows, depth};
+  for (int64_t i = 0; i < rows; ++i) ids[i] = width == 0 || chance(1) ? hostile() : static_cast<int32_t>(pick(0, width - 1));
+  bool valid = true;
+  if (chance(20)) {
+    valid = false;  // perhaps
+    int64_t* const sizes[] = {&op.weight.depth, &op.weight.group_size};
+    if (chance(50)) *sizes[pick(0, 1)] = chance(50) ? -pick(1, 1000) : std::numeric_limits<int64_t>::max() - pick(0, 99);
+    if (chance(20)) op.weight.scale = nullptr;
+    if (chance(20)) op.weight.groups = nullptr;
+    if (chance(20)) op.depth = filled + pick(1, 100);
+    look_up.weight = op.weight, look_up.depth = op.depth;
+    // Where nothing was wrong after all, the output has its size.
+  }
+  char error[200] = "";
+  if (qwenrt_linear(&op, static_cast<int>(pick(1, 4)), error, sizeof error) != 0) {
+    if (valid) fail("Linear was refused", error);
+  } else if (valid) {
+    for (int64_t i = 0; i < y.count; ++i)
+      if (!std::isfinite(y[i])) fail("y is not finite", "");
+  }
+  bool known = true;
+  for (int64_t i = 0; i < rows; ++i) known = known && ids[i] >= 0 && ids[i] < width;
+  if (qwenrt_embedding(&look_up, error, sizeof error) == 0 ? !known : valid && known) fail("Embedding", error);
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -194,7 +234,7 @@ int main(int argc, char** argv) {
   for (int64_t i = 0; i < calls; ++i) {
     const char* const isas[] = {"portable", "avx2", "avx512", nullptr};
     qwenrt_set_isa(isas[pick(0, 3)]);
-    switch (pick(0, 3)) {
+    switch (pick(0, 4)) {
       case 0:
         paged_attention<uint16_t>(QWENRT_FLOAT16, 0x7e00, refused);
         break;
@@ -203,6 +243,9 @@ int main(int argc, char** argv) {
         linear<uint16_t>(chance(50) ? QWENRT_FLOAT16 : QWENRT_BFLOAT16);
         mixture_of_experts<float>(QWENRT_FLOAT32);
         mixture_of_experts<uint16_t>(chance(50) ? QWENRT_FLOAT16 : QWENRT_BFLOAT16);
+        break;
+      case 2:
+        integer_weights(chance(50));
         break;
       default:
         paged_attention<float>(QWENRT_FLOAT32, std::numeric_limits<float>::quiet_NaN(), refused);

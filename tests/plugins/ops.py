@@ -17,7 +17,7 @@ from onnx import TensorProto, helper
 
 from qwenrt.plugins import reference
 from qwenrt.plugins.library import cpu_library
-from qwenrt.plugins.schema import DOMAIN, LINEAR, OPS
+from qwenrt.plugins.schema import DOMAIN, OPS
 
 Array = npt.NDArray[Any]
 ONNX_TYPES = {
@@ -25,6 +25,8 @@ ONNX_TYPES = {
     np.dtype(np.float16): TensorProto.FLOAT16,
     np.dtype(ml_dtypes.bfloat16): TensorProto.BFLOAT16,
     np.dtype(np.int32): TensorProto.INT32,
+    np.dtype(np.int8): TensorProto.INT8,
+    np.dtype(np.uint8): TensorProto.UINT8,
 }
 
 
@@ -122,17 +124,21 @@ def by_reference(call: Call) -> tuple[Array, Array]:
 
 @functools.cache
 def session(op: str, types: tuple[int, ...], attributes: tuple[tuple[str, Any], ...]) -> ort.InferenceSession:
-    """A model of one node."""
+    """A model of one node; type 0: an optional input that is left out."""
     spec = next(spec for spec in OPS if spec.name == op)
-    given = spec.inputs[: len(types)]
-    out_types = {value.type: type_ for value, type_ in zip(given, types, strict=True)}
+    inputs = list(zip(spec.inputs, types, strict=False))
+    out_types = {"F": TensorProto.FLOAT} | {value.type: type_ for value, type_ in inputs if type_}
     node = helper.make_node(
-        op, [v.name for v in given], [v.name for v in spec.outputs], domain=DOMAIN, **dict(attributes)
+        op,
+        [v.name if type_ else "" for v, type_ in inputs],
+        [v.name for v in spec.outputs],
+        domain=DOMAIN,
+        **dict(attributes),
     )
     graph = helper.make_graph(
         [node],
         "one_node",
-        [helper.make_tensor_value_info(v.name, t, None) for v, t in zip(given, types, strict=True)],
+        [helper.make_tensor_value_info(v.name, type_, None) for v, type_ in inputs if type_],
         [helper.make_tensor_value_info(v.name, out_types[v.type], None) for v in spec.outputs],
     )
     opsets = [helper.make_opsetid("", 23), helper.make_opsetid(DOMAIN, spec.version)]
@@ -195,7 +201,7 @@ def library() -> ctypes.CDLL:
 
 def isas() -> list[str]:
     """The instruction sets that this machine runs."""
-    names = [name for name in ("portable", "avx2", "avx512") if library().qwenrt_set_isa(name.encode()) == 0]
+    names = [name for name in ("portable", "avx2", "avx512", "amx") if library().qwenrt_set_isa(name.encode()) == 0]
     library().qwenrt_set_isa(None)
     return names
 
@@ -245,23 +251,26 @@ def by_c(call: Call, threads: int = 1) -> tuple[Array, Array]:
     return run_in_place(call, cache, threads), cache
 
 
-def run_linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
-    """Linear as a node in ONNX Runtime."""
-    names = [value.name for value in LINEAR.inputs]
-    return run_node("Linear", dict(zip(names, [x, weight] if bias is None else [x, weight, bias], strict=False)))
-
-
-def run_node(op: str, tensors: dict[str, Array], **attributes: Any) -> Array:
-    """An op with one output as a node in ONNX Runtime."""
-    node = session(op, tuple(ONNX_TYPES[array.dtype] for array in tensors.values()), tuple(attributes.items()))
+def run_node(op: str, inputs: Sequence[Array | None], **attributes: Any) -> Array:
+    """A node of one output in ONNX Runtime; None: an optional input that is left out."""
+    spec = next(spec for spec in OPS if spec.name == op)
+    types = tuple(0 if array is None else ONNX_TYPES[array.dtype] for array in inputs)
+    node = session(op, types, tuple(attributes.items()))
     binding = node.io_binding()
-    for name, array in tensors.items():
+    for value, array in zip(spec.inputs, inputs, strict=False):
+        if array is None:
+            continue
         if array.dtype == ml_dtypes.bfloat16:
-            value = ort.OrtValue.ortvalue_from_numpy_with_onnx_type(array.view(np.uint16), TensorProto.BFLOAT16)
+            bound = ort.OrtValue.ortvalue_from_numpy_with_onnx_type(array.view(np.uint16), TensorProto.BFLOAT16)
         else:
-            value = ort.OrtValue.ortvalue_from_numpy(array)
-        binding.bind_ortvalue_input(name, value)
+            bound = ort.OrtValue.ortvalue_from_numpy(array)
+        binding.bind_ortvalue_input(value.name, bound)
     binding.bind_output("y")
     node.run_with_iobinding(binding)
     y: Array = binding.get_outputs()[0].numpy()
     return y
+
+
+def run_linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
+    """Linear with a float weight, as a node in ONNX Runtime."""
+    return run_node("Linear", (x, weight) if bias is None else (x, weight, bias))

@@ -67,7 +67,7 @@ def by_reference(call: Layer) -> Array:
 
 
 def by_onnxruntime(call: Layer) -> Array:
-    return run_node("MixtureOfExperts", call.tensors, **call.attributes)
+    return run_node("MixtureOfExperts", list(call.tensors.values()), **call.attributes)
 
 
 def by_torch(call: Layer) -> Array:

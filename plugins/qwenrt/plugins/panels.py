@@ -1,4 +1,4 @@
-"""How integer weights [N, K] lie in memory for the CPU's Linear: in the order in which its kernels read them, on any instruction set.
+"""How integer weights [N, K] lie in memory for the CPU's Linear: in the order in which its kernels read them.
 
 A panel is 16 output channels. Four of its columns (a quad) are 64 bytes, the four of each channel together; with 4-bit codes, 64
 bytes are two quads, the first in the low halves. N is filled up with zeros to whole panels, and K to `padded_depth`.
@@ -38,7 +38,7 @@ def pack_int8(codes: npt.NDArray[np.int8]) -> npt.NDArray[np.int8]:
 def pack_int4(codes: npt.NDArray[np.uint8], group_size: int) -> npt.NDArray[np.uint8]:
     """uint8 [N, K] of 0 to 15 to panels [ceil(N / 16), padded_depth(K, group_size) / 8, 64]."""
     quads = _quads(codes, padded_depth(codes.shape[1], group_size))
-    pairs = quads[:, 0::2] | quads[:, 1::2] << 4
+    pairs: npt.NDArray[np.uint8] = quads[:, 0::2] | quads[:, 1::2] << 4
     return pairs.reshape(*pairs.shape[:2], PANEL_WIDTH * _QUAD)
 
 
@@ -49,7 +49,7 @@ def pack_groups(
     width, groups = multiplier.shape
     filled = np.zeros((num_panels(width) * PANEL_WIDTH, padded_depth(depth, group_size) // group_size), np.uint8)
     filled[:width, :groups] = multiplier | zero_point << 4
-    return np.ascontiguousarray(filled.reshape(-1, PANEL_WIDTH, filled.shape[1]).swapaxes(1, 2))
+    return np.ascontiguousarray(filled.reshape(num_panels(width), PANEL_WIDTH, filled.shape[1]).swapaxes(1, 2))
 
 
 def unpack_int8(panels: npt.NDArray[np.int8], width: int, depth: int) -> npt.NDArray[np.int8]:
@@ -61,9 +61,11 @@ def unpack_int4(
     panels: npt.NDArray[np.uint8], groups: npt.NDArray[np.uint8], width: int, depth: int
 ) -> npt.NDArray[np.int8]:
     """(code - zero point) * multiplier, int8 [N, K], of what `pack_int4` and `pack_groups` were given."""
-    codes = _matrix(np.stack([panels & 15, panels >> 4], axis=2).reshape(len(panels), -1, PANEL_WIDTH * _QUAD))
+    codes = _matrix(
+        np.stack([panels & 15, panels >> 4], axis=2).reshape(len(panels), 2 * panels.shape[1], PANEL_WIDTH * _QUAD)
+    )
     pairs = groups.swapaxes(1, 2).reshape(len(codes), groups.shape[1])
-    pairs = np.repeat(pairs, codes.shape[1] // groups.shape[1], axis=1)
+    pairs = np.repeat(pairs, codes.shape[1] // max(1, groups.shape[1]), axis=1)
     widened = (codes.astype(np.int8) - (pairs >> 4).astype(np.int8)) * (pairs & 15).astype(np.int8)
     return widened[:width, :depth]
 
@@ -71,9 +73,10 @@ def unpack_int4(
 def _quads(codes: Array, depth: int) -> Array:
     """[panels, depth / 4, 16, 4]"""
     width, given = codes.shape
-    filled = np.zeros((num_panels(width) * PANEL_WIDTH, depth), codes.dtype)
+    panels = num_panels(width)
+    filled = np.zeros((panels * PANEL_WIDTH, depth), codes.dtype)
     filled[:width, :given] = codes
-    return filled.reshape(-1, PANEL_WIDTH, depth // _QUAD, _QUAD).swapaxes(1, 2)
+    return filled.reshape(panels, PANEL_WIDTH, depth // _QUAD, _QUAD).swapaxes(1, 2)
 
 
 def _matrix(panels: Array) -> Array:

@@ -73,18 +73,19 @@ def linear(
 ) -> Array:
     """Linear as `schema.LINEAR` has it: y [M, N] float32. Float weights: computed in float64; integer ones: to the bit."""
     if scale is None:
-        y = x.astype(np.float64) @ weight.astype(np.float64).T
-        return (y if bias is None else y + bias).astype(np.float32)
+        products = x.astype(np.float64) @ weight.astype(np.float64).T
+        return (products if bias is None else products + bias).astype(np.float32)
     values, x_scale = round_rows(x)
     codes = _unpacked(weight, groups, len(scale), x.shape[1])
     sums = (values.astype(np.int64) @ codes.astype(np.int64).T).astype(np.float32)
-    y = sums * (x_scale[:, None] * scale)
+    y: Array = sums * (x_scale[:, None] * scale)
     return y if bias is None else y + bias
 
 
 def embedding(ids: Array, weight: Array, scale: Array, groups: Array | None = None, *, depth: int) -> Array:
     """Embedding as `schema.EMBEDDING` has it: y [T, depth] float32."""
-    return _unpacked(weight, groups, len(scale), depth)[ids] * scale[ids, None]
+    rows: Array = _unpacked(weight, groups, len(scale), depth)[ids] * scale[ids, None]
+    return rows
 
 
 def _unpacked(weight: Array, groups: Array | None, width: int, depth: int) -> Array:

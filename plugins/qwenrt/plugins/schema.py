@@ -129,8 +129,12 @@ PAGED_ATTENTION = OpSpec(
 )
 
 _PANELS = "[N, K]; int8: [panels, depth / 4, 64]; uint8: [panels, depth / 8, 64]"
-_SCALE = Value("scale", "F", "[N]", "what the integers of a row of weights are multiples of; with int8 and uint8", optional=True)
-_GROUPS = Value("groups", "U", "[panels, groups, 16]", "multiplier | zero point << 4 of each group; with uint8", optional=True)
+_SCALE = Value(
+    "scale", "F", "[N]", "what the integers of a row of weights are multiples of; with int8 and uint8", optional=True
+)
+_GROUPS = Value(
+    "groups", "U", "[panels, groups, 16]", "multiplier | zero point << 4 of each group; with uint8", optional=True
+)
 
 
 def _linear_shapes(inputs: Sequence[Shape], attributes: Mapping[str, Any]) -> list[Shape]:
@@ -143,11 +147,11 @@ LINEAR = OpSpec(
     name="Linear",
     version=1,
     doc=(
-        "y = x W^T + b. A float W lies as in a checkpoint; products and sums are float32. An integer W lies in panels (panels.py): "
-        "int8, or 4-bit codes that stand for (code - zero point) * multiplier; then each row of x is rounded to int8 with the scale "
-        "max|x| / 127, sums are exact, and y = sum * (scale of x * scale of W) + b in float32. A row of x below 2^-100 throughout "
-        "counts as 0; one with a NaN or an infinity gives NaN. A row of y does not depend, to the last bit, on which other rows "
-        "are computed with it."
+        "y = x W^T + b. A float W lies as in a checkpoint; products and sums are float32. An integer W lies in panels "
+        "(panels.py): int8, or 4-bit codes that stand for (code - zero point) * multiplier; each row of x is rounded to int8 "
+        "with the scale max|x| / 127, sums are exact, and y = sum * (scale of x * scale of W) + b in float32. A row of x below "
+        "2^-100 throughout counts as 0; one with a NaN or an infinity gives NaN. A row of y does not depend, to the last bit, on "
+        "which other rows are computed with it."
     ),
     types={"F": ("float",), "W": ("float", "float16", "bfloat16", "int8", "uint8"), "U": ("uint8",)},
     inputs=(
