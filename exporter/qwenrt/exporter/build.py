@@ -27,6 +27,8 @@ _DTYPES = {
     ir.DataType.FLOAT16: "float16",
     ir.DataType.BFLOAT16: "bfloat16",
     ir.DataType.FLOAT8E4M3FN: "float8_e4m3fn",
+    ir.DataType.INT8: "int8",
+    ir.DataType.UINT8: "uint8",
 }
 _DISK_SLACK = 64 << 20
 

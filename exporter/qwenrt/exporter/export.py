@@ -71,7 +71,8 @@ def export(
     lowering = _load(_LOWERINGS[_choice("target", target, TARGETS)])
     dtype = _choice("dtype", dtype or lowering.DTYPES[0], lowering.DTYPES)
     weights = _choice("weights", weights or lowering.weight_formats(dtype)[0], lowering.weight_formats(dtype))
-    kv_dtype = _choice("kv_dtype", kv_dtype or lowering.kv_dtypes(dtype)[0], lowering.kv_dtypes(dtype))
+    kv_dtypes = lowering.kv_dtypes(dtype, weights)
+    kv_dtype = _choice("kv_dtype", kv_dtype or kv_dtypes[0], kv_dtypes)
     capabilities = plan_capabilities(target, weights, compute_capabilities)
     _integer("block_size", block_size, _MAX_BLOCK_SIZE)
     report = progress or _silent

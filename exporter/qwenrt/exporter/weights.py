@@ -20,8 +20,9 @@ from .safetensors_file import DTYPES
 
 PAGE = 4096
 _CHUNK_ELEMENTS = 1 << 22
-_CODES = {name: code for code, name in DTYPES.items()} | {"uint8": "U8", "float8_e4m3fn": "F8_E4M3"}
-_ITEM_SIZES = {"float32": 4, "float16": 2, "bfloat16": 2, "uint8": 1, "float8_e4m3fn": 1}
+_BLOCK_ELEMENTS = 1 << 20
+_CODES = {name: code for code, name in DTYPES.items()} | {"uint8": "U8", "int8": "I8", "float8_e4m3fn": "F8_E4M3"}
+_ITEM_SIZES = {"float32": 4, "float16": 2, "bfloat16": 2, "uint8": 1, "int8": 1, "float8_e4m3fn": 1}
 
 Array = npt.NDArray[Any]
 
@@ -137,13 +138,22 @@ def _chunks(name: str, checkpoint: Checkpoint, contents: Contents) -> Iterator[A
 
 
 def _row_blocks(name: str, checkpoint: Checkpoint, contents: Contents) -> Iterator[npt.NDArray[np.float32]]:
-    """A matrix in blocks of whole rows, float32."""
+    """A matrix in blocks of whole rows, float32; each but the last has a multiple of 16 rows."""
+    rest: list[npt.NDArray[np.float32]] = []
     for source in contents.sources[name]:
         matrix = checkpoint.read(source)
-        rows = max(1, _CHUNK_ELEMENTS // matrix.shape[1])
-        for start in range(0, matrix.shape[0], rows):
-            yield widened(matrix[start : start + rows])
+        rows = max(1, _BLOCK_ELEMENTS // (16 * matrix.shape[1])) * 16
+        start = 0
+        while start < len(matrix):
+            wanted = rows - sum(map(len, rest))
+            rest.append(widened(matrix[start : start + wanted]))
+            start += wanted
+            if sum(map(len, rest)) == rows:
+                yield np.concatenate(rest)
+                rest = []
         checkpoint.forget(source)
+    if rest:
+        yield np.concatenate(rest)
 
 
 def widened(values: Array) -> npt.NDArray[np.float32]:

@@ -1,12 +1,13 @@
-"""ONNX Runtime on the CPU: computes in float32; matrices may lie in the file as float32, float16 or bfloat16."""
+"""ONNX Runtime on the CPU: computes in float32; matrices may lie in the file in 16, 8 or 4 bits."""
 
 from __future__ import annotations
 
 import onnx_ir as ir
 
-from qwenrt.plugins.schema import DOMAIN, LINEAR, register_onnx_schemas
+from qwenrt.plugins.schema import DOMAIN, EMBEDDING, LINEAR, register_onnx_schemas
 
 from . import Lowered
+from .onnxruntime_weights import FORMATS, GROUP_SIZES, Panels
 
 DTYPES = ("float32",)
 OPSET = 23
@@ -15,12 +16,12 @@ OPSET = 23
 
 def weight_formats(dtype: str) -> tuple[str, ...]:
     """How matrices may be stored, the default first."""
-    return "float32", "float16", "bfloat16"
+    return "float32", "float16", "bfloat16", *FORMATS
 
 
-def kv_dtypes(dtype: str) -> tuple[str, ...]:
-    """Types of the KV cache, the default first."""
-    return "float32", "float16"
+def kv_dtypes(dtype: str, weights: str) -> tuple[str, ...]:
+    """Types of the KV cache, the default first: where weights are rounded to integers, 16 bits lose nothing that counts."""
+    return ("float16", "float32") if weights in FORMATS else ("float32", "float16")
 
 
 def lower(model: ir.Model, weights: str) -> Lowered:
@@ -28,25 +29,55 @@ def lower(model: ir.Model, weights: str) -> Lowered:
 
     Every Gemm becomes a `Linear` node of ours, which reads the matrix where the file is mapped: ONNX Runtime's own kernel is fast
     only on a private packed copy, has no bfloat16, and gives a row other bits in other company. The rows that Gather looks up in
-    a 16-bit embedding are cast to float32. Norms, biases and the RoPE table stay float32: they are small.
+    a 16-bit embedding are cast to float32; in an integer one they are looked up by an `Embedding` node. Norms, biases and the
+    RoPE table stay float32: they are small.
     """
     register_onnx_schemas()
-    stored = ir.DataType["FLOAT" if weights == "float32" else weights.upper()]
-    for value in model.graph.initializers.values():
-        if value.shape is not None and len(value.shape) == 2 and value.name != "rope":
-            value.dtype = stored
-    model.graph.opset_imports.setdefault(DOMAIN, LINEAR.version)
-    for node in list(model.graph):
+    graph = model.graph
+    graph.opset_imports.setdefault(DOMAIN, LINEAR.version)
+    matrices = {
+        name: value
+        for name, value in graph.initializers.items()
+        if value.shape is not None and len(value.shape) == 2 and name != "rope"
+    }
+    for node in graph:
         if node.op_type == "Gemm":
             node.op_type, node.domain, node.version = LINEAR.name, DOMAIN, LINEAR.version
             node.attributes.clear()
-        elif (
-            node.op_type == "Gather"
-            and stored != ir.DataType.FLOAT
-            and node.inputs[0] in model.graph.initializers.values()
-        ):
-            _cast_output(model.graph, node, stored)
+    if weights in FORMATS:
+        return Lowered(encodings={name: _use_panels(graph, value, weights) for name, value in matrices.items()})
+    stored = ir.DataType["FLOAT" if weights == "float32" else weights.upper()]
+    for value in matrices.values():
+        value.dtype = stored
+        for node, _ in value.uses():
+            if node.op_type == "Gather" and stored != ir.DataType.FLOAT:
+                _cast_output(graph, node, stored)
     return Lowered()
+
+
+def _use_panels(graph: ir.Graph, matrix: ir.Value, weights: str) -> Panels:
+    """Store a matrix in panels, and let its nodes take them."""
+    assert matrix.name is not None and matrix.shape is not None
+    width, depth = matrix.shape.numpy()
+    encoding = Panels(matrix.name, width, depth, GROUP_SIZES.get(weights))
+    parts = encoding.initializers()
+    nodes = [node for node, _ in matrix.uses()]
+    for node in nodes:
+        if node.op_type == "Gather":
+            node.op_type, node.domain, node.version = EMBEDDING.name, DOMAIN, EMBEDDING.version
+            inputs = [node.inputs[1], *parts]
+            node.attributes.clear()
+            node.attributes.add(ir.AttrInt64("depth", depth))
+        else:
+            bias = node.inputs[2] if len(node.inputs) > 2 else None
+            inputs = [node.inputs[0], parts[0], bias, *parts[1:]]
+        node.resize_inputs(len(inputs))
+        for index, value in enumerate(inputs):
+            node.replace_input_with(index, value)
+    del graph.initializers[matrix.name]
+    for part in parts:
+        graph.initializers.add(part)
+    return encoding
 
 
 def _cast_output(graph: ir.Graph, node: ir.Node, stored: ir.DataType) -> None:

@@ -23,7 +23,7 @@ def weight_formats(dtype: str) -> tuple[str, ...]:
     return dtype, *FORMATS
 
 
-def kv_dtypes(dtype: str) -> tuple[str, ...]:
+def kv_dtypes(dtype: str, weights: str) -> tuple[str, ...]:
     """Types of the KV cache where the graph computes in `dtype`, the default first."""
     return dtype, "fp8"
 
