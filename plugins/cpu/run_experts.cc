@@ -135,7 +135,7 @@ class Experts {
       kernels_.linear_columns(product, op_.inner + first, op_.inner + last);
       const int64_t base = routing_.start[static_cast<size_t>(expert)] - batch.base;
       for (int64_t row = 0; row < product.rows; ++row) {
-        const float* gate = product.y + row * product.width + first;
+        const float* gate = product.y + row * product.weight.width + first;
         kernels_.swiglu(gate, gate + op_.inner, inner_ + (base + row) * op_.inner + first, last - first);
       }
     });

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from qwenrt.exporter import export
-from qwenrt.plugins import QwenrtWarning
+from qwenrt.plugins import ConfigError, QwenrtWarning
 from qwenrt.runtime import LLM, SamplingParams
 from tests import packing
 from tests.checkpoints import quantize_checkpoint, write_checkpoint
@@ -127,3 +127,10 @@ def test_a_config_as_tinyllama_has_it_needs_no_head_dim(tmp_path: Path) -> None:
     old = {"pretraining_tp": 1, "rope_scaling": None, "rope_theta": theta, "torch_dtype": "float32"}
     path.write_text(json.dumps(config | old))
     check_tokens(checkpoint, tmp_path / "engine")
+
+
+def test_integer_experts_are_refused(tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", seed=1, **MOE)
+    with pytest.raises(ConfigError, match="weights is 'int8'; a mixture of experts is stored in float32"):
+        export(checkpoint, tmp_path / "engine", weights="int8")
+    assert not (tmp_path / "engine").exists()

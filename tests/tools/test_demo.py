@@ -39,6 +39,18 @@ def test_held_out_answers_are_right(llm: LLM, task: str) -> None:
     assert len(wrong) <= 2, wrong
 
 
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_integer_weights_keep_the_answers(weights: str, tmp_path: Path) -> None:
+    export(CHECKPOINT, tmp_path / "engine", weights=weights)
+    llm = LLM(tmp_path / "engine")
+    pairs = [pair for task in TASKS for pair in answers(llm, task, 20, seed=4)]
+    wrong = [pair for pair in pairs if pair[0] != pair[1]]
+    assert len(wrong) <= 0.02 * len(pairs), wrong
+    prompts = [llm.render(one.messages, enable_thinking=False) for one in held_out("lookup", 4, seed=5)]
+    together = [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY)]
+    assert together == [llm.generate(prompt, GREEDY)[0].outputs[0].token_ids for prompt in prompts]
+
+
 @pytest.mark.parametrize("task", TASKS)
 def test_answers_are_those_of_transformers(llm: LLM, oracle: Oracle, task: str) -> None:
     for example in held_out(task, 3, seed=3):

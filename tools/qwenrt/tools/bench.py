@@ -26,8 +26,6 @@ from .loading import engine_arguments
 from .options import engine_options
 from .progress import Spinner, spinner
 
-_ITEM_SIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
-
 
 @click.command()
 @click.argument("engine", required=False)
@@ -118,7 +116,8 @@ def _summary(
     bandwidth = _spread([rate for one in raw["bandwidth"] for rate in one["read_gb_s"]])
     model = manifest.model
     gathered = 0 if model.tie_word_embeddings else model.vocab_size * model.hidden_size
-    read = (model.num_parameters - gathered) * _ITEM_SIZE[manifest.weights]
+    share = (model.num_active_parameters - gathered) / model.num_parameters
+    read = round(share * manifest.files["model.safetensors"].size)
     decode["weight_bytes_per_token"] = read
     decode["read_gb_s"] = read * decode["tokens_per_s"]["median"] / 1e9
     decode["bandwidth_share"] = decode["read_gb_s"] / bandwidth["median"]

@@ -33,7 +33,9 @@ _DEFAULTS = {name: parameter.default for name, parameter in signature(export).pa
 )
 @click.option(
     "--weights",
-    type=click.Choice(["float32", "float16", "bfloat16", "int8", "int4", "int4-g64", "int4-g128", "fp8", "fp8-channel"]),
+    type=click.Choice(
+        ["float32", "float16", "bfloat16", "int8", "int4", "int4-g64", "int4-g128", "fp8", "fp8-channel"]
+    ),
     help="How matrices are stored.  [default: as --dtype]",
 )
 @click.option(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from qwenrt.plugins.schema import DOMAIN, EMBEDDING, LINEAR, register_onnx_schemas
+from qwenrt.plugins import ConfigError
+from qwenrt.plugins.schema import DOMAIN, EMBEDDING, LINEAR, MIXTURE_OF_EXPERTS, register_onnx_schemas
 
 from . import Lowered
 from .onnxruntime_weights import FORMATS, GROUP_SIZES, Panels
@@ -30,10 +31,12 @@ def lower(model: ir.Model, weights: str) -> Lowered:
     Every Gemm becomes a `Linear` node of ours, which reads the matrix where the file is mapped: ONNX Runtime's own kernel is fast
     only on a private packed copy, has no bfloat16, and gives a row other bits in other company. The rows that Gather looks up in
     a 16-bit embedding are cast to float32; in an integer one they are looked up by an `Embedding` node. Norms, biases and the
-    RoPE table stay float32: they are small.
+    RoPE table stay float32: they are small. Raises ConfigError for integer experts, which have no kernel.
     """
     register_onnx_schemas()
     graph = model.graph
+    if weights in FORMATS and any(node.op_type == MIXTURE_OF_EXPERTS.name for node in graph):
+        raise ConfigError(f"weights is {weights!r}; a mixture of experts is stored in float32, float16 or bfloat16")
     graph.opset_imports.setdefault(DOMAIN, LINEAR.version)
     matrices = {
         name: value
