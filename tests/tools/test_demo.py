@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from demo.tasks import TASKS, held_out
 
+from qwenrt.exporter import export
 from qwenrt.runtime import LLM, SamplingParams
 from tests.oracle import Oracle
 

@@ -44,8 +44,11 @@ _WEIGHTS = {
     "float16": Tolerance(layer=1e-3, kv=4e-3, logits=4e-3, kl=1e-4, nll=2e-4),
     "bfloat16": Tolerance(layer=1e-2, kv=3e-2, logits=3e-2, kl=4e-3, nll=2e-3),
     "fp8": Tolerance(layer=6e-2, kv=2e-1, logits=2e-1, kl=1e-1, nll=5e-2),
-    "int8": Tolerance(layer=4e-2, kv=1e-1, logits=1e-1, kl=3e-2, nll=2e-2),
-    "int4": Tolerance(layer=2e-1, kv=6e-1, logits=5e-1, kl=5e-1, nll=2e-1),
+    "int8": Tolerance(layer=4e-2, kv=1e-1, logits=1e-1, kl=4e-1, nll=2e-2),
+    # A sharp distribution on text that a model never saw goes anywhere: 4 bits say little about the divergence of the worst row.
+    "int4": Tolerance(layer=2e-1, kv=6e-1, logits=5e-1, kl=1e1, nll=2e-1),
+    "int4-g64": Tolerance(layer=3e-1, kv=9e-1, logits=7e-1, kl=1e1, nll=3e-1),
+    "int4-g128": Tolerance(layer=4e-1, kv=1.2, logits=9e-1, kl=1e1, nll=4e-1),
 }
 _KV_CACHE = {
     "float32": _NONE,
