@@ -63,13 +63,13 @@ def prompts(vocab_size: int) -> list[list[int]]:
     return [random.integers(0, vocab_size, length).tolist() for length in (1, 9, 40)]
 
 
-def check_tokens(checkpoint: Path, engine: Path, reference: Path | None = None) -> None:
+def check_tokens(checkpoint: Path, engine: Path, reference: Path | None = None, **options: Any) -> None:
     """Export, and compare the tokens of prompts that are answered together with those of transformers, one by one.
 
-    `reference` is the checkpoint for transformers, by default the same.
+    `reference` is the checkpoint for transformers, by default the same; `options` are for the export.
     """
-    export(checkpoint, engine, block_size=8)
-    batch = prompts(json.loads((checkpoint / "config.json").read_text())["vocab_size"])
+    manifest = export(checkpoint, engine, block_size=8, **options).manifest
+    batch = prompts(manifest.model.vocab_size)
     oracle = Oracle(reference or checkpoint)
     for prompt, output in zip(batch, LLM(engine).generate(batch, GREEDY), strict=True):
         tokens = output.outputs[0].token_ids

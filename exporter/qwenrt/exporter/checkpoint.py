@@ -11,9 +11,10 @@ from typing import Any
 import numpy.typing as npt
 
 from qwenrt.plugins import ConfigError
+from qwenrt.runtime.lora import LoraAdapter, LowRank
 
 from .config import ModelConfig
-from .dequantize import ACTIVATION_PARTS, Part, QuantizedWeight, find_layout
+from .dequantize import ACTIVATION_PARTS, Part, QuantizedWeight, find_layout, widened
 from .folder import checked_folder, plain_file
 from .json_fields import read_json_object, shown
 from .quantization_config import Quantization
@@ -44,13 +45,21 @@ class Checkpoint:
         }
 
         self.quantized: dict[str, QuantizedWeight] = {}
+        self._added: Mapping[str, LowRank] = {}
 
     def read(self, name: str) -> npt.NDArray[Any]:
-        """A tensor as a view of the mapped file, bfloat16 as its bits in uint16; a quantised matrix decoded to float32.
+        """A tensor as a view of the mapped file, bfloat16 as its bits in uint16; a quantised or merged matrix in float32.
 
         Raises ConfigError if a quantised matrix holds what is no finite number.
         """
-        return self.quantized[name].decode() if name in self.quantized else self._stored(name)
+        values = self.quantized[name].decode() if name in self.quantized else self._stored(name)
+        added = self._added.get(name)
+        return values if added is None else widened(values) + added.b @ added.a
+
+    def merge(self, adapter: LoraAdapter, config: ModelConfig) -> None:
+        """Let `read` give matrices with what the adapter adds to them; raises ConfigError if it does not fit the model."""
+        adapter.check(projection_shapes(config))
+        self._added = adapter.pairs
 
     def _stored(self, name: str) -> npt.NDArray[Any]:
         file, stored = self._sources[name]
@@ -184,6 +193,15 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     if not config.tie_word_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, hidden)
     return shapes
+
+
+def projection_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of the matrices that an adapter may change: all but the embedding, and a head that is the embedding."""
+    return {
+        name: shape
+        for name, shape in expected_shapes(config).items()
+        if len(shape) == 2 and name != "model.embed_tokens.weight"
+    }
 
 
 def _swiglu(prefix: str, hidden: int, inner: int, bias: bool) -> dict[str, tuple[int, int, bool]]:

@@ -134,7 +134,7 @@ class QuantizedWeight(abc.ABC):
 
     def floats(self, name: str) -> Floats:
         """A part in float32, whatever float type it is stored in."""
-        return _widened(self.parts[name].read())
+        return widened(self.parts[name].read())
 
 
 class ScaledWeight(QuantizedWeight):
@@ -331,9 +331,11 @@ def _in_awq_order(codes: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
     return result
 
 
-def _widened(values: Array) -> Floats:
-    """float32 of any float type; bfloat16 comes as its bits."""
-    return (values.view(ml_dtypes.bfloat16) if values.dtype == np.uint16 else values).astype(np.float32)
+def widened(values: Array) -> Floats:
+    """float32 of any float type; bfloat16 comes as its bits in uint16."""
+    if values.dtype == np.uint16:
+        return (values.astype(np.uint32) << 16).view(np.float32)
+    return values.astype(np.float32, copy=False)
 
 
 LAYOUTS: dict[str, tuple[type[QuantizedWeight], ...]] = {

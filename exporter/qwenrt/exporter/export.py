@@ -16,6 +16,7 @@ from typing import Any
 from qwenrt.plugins import ConfigError, QwenrtWarning
 from qwenrt.plugins.schema import PAGED_ATTENTION
 from qwenrt.runtime.engine_dir import EngineDir, EngineManifest, Limits, ModelSpec, write_engine_dir
+from qwenrt.runtime.lora import LoraAdapter
 from qwenrt.runtime.text.chat_template import ChatTemplate
 from qwenrt.runtime.text.tokenizer import Tokenizer
 
@@ -43,6 +44,7 @@ def export(
     dtype: str | None = None,
     weights: str | None = None,
     kv_dtype: str | None = None,
+    lora: str | os.PathLike[str] | None = None,
     block_size: int = 32,
     max_model_len: int | None = None,
     max_num_seqs: int = 64,
@@ -59,10 +61,11 @@ def export(
     `compute_capabilities` (8.9 and 12.0 by default), whatever is in it. dtype: what is computed in: float32 on the CPU, bfloat16
     (default) or float16 on a GPU. weights: how matrices are stored: float32 (default), float16 or bfloat16 on the CPU; as dtype
     (default), fp8, fp8-channel or int4 on a GPU. kv_dtype: the KV cache's type: float32 (default) or float16 on the CPU; as dtype
-    (default) or fp8 on a GPU. block_size: tokens in a KV block. max_model_len: tokens in a sequence, by default all positions of
-    the model; more of them are a warning, for the model was not made for that, and with dynamic RoPE scaling they are how it is
-    used. max_num_seqs and max_num_batched_tokens: sequences and tokens in a step. strip_weights: plans without weights; the
-    runtime takes them from the weight file. overwrite: replace an engine folder that is there. notice: is told what was built.
+    (default) or fp8 on a GPU. lora: folder of a PEFT adapter, merged into the matrices in float32. block_size: tokens in a KV
+    block. max_model_len: tokens in a sequence, by default all positions of the model; more of them are a warning, for the
+    model was not made for that, and with dynamic RoPE scaling they are how it is used. max_num_seqs and max_num_batched_tokens:
+    sequences and tokens in a step. strip_weights: plans without weights; the runtime takes them from the weight file. overwrite:
+    replace an engine folder that is there. notice: is told what was built.
 
     The folder appears when it is complete. Raises ConfigError, before anything is written where that can be known, naming what is
     wrong. Where a plan is all that cannot be built, it is raised after the rest was written: `build_plans` makes one from the
@@ -84,6 +87,8 @@ def export(
     folder = local_checkpoint(model, weights=True)
     checkpoint = open_checkpoint(folder)
     checkpoint.check(config)
+    if lora is not None:
+        checkpoint.merge(LoraAdapter.from_dir(lora), config)
     texts = _text_files(folder)
     manifest = EngineManifest(
         producer=_producer(),

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from qwenrt.plugins import ConfigError
 
 from .checkpoint import Checkpoint
+from .dequantize import widened
 from .safetensors_file import DTYPES
 
 PAGE = 4096
@@ -154,13 +155,6 @@ def _row_blocks(name: str, checkpoint: Checkpoint, contents: Contents) -> Iterat
         checkpoint.forget(source)
     if rest:
         yield np.concatenate(rest)
-
-
-def widened(values: Array) -> npt.NDArray[np.float32]:
-    """float32 of what a checkpoint holds: float32, float16, or bfloat16 as its bits in uint16."""
-    if values.dtype == np.uint16:
-        return (values.astype(np.uint32) << 16).view(np.float32)
-    return values.astype(np.float32, copy=False)
 
 
 def _converted(values: Array, dtype: str, name: str) -> Array:

@@ -44,6 +44,11 @@ _DEFAULTS = {name: parameter.default for name, parameter in signature(export).pa
     help="Type of the KV cache.  [default: as --dtype]",
 )
 @click.option(
+    "--lora",
+    type=click.Path(path_type=Path),
+    help="Merge the LoRA adapter in this folder (adapter_config.json, adapter_model.safetensors) into the matrices.",
+)
+@click.option(
     "--block-size", type=COUNT, default=_DEFAULTS["block_size"], show_default=True, help="Tokens in a KV block."
 )
 @click.option("--max-model-len", type=COUNT, help="Tokens in a sequence.  [default: the model's positions]")
@@ -73,6 +78,7 @@ def command(model: str, out: Path, force: bool, **options: Any) -> None:
       qwenrt export ./Qwen3-0.6B engines/qwen3-0.6b
       qwenrt export Qwen/Qwen3-0.6B engines/qwen3-0.6b --max-model-len 4096
       qwenrt export ./Qwen3-0.6B engines/small-cache --kv-dtype float16 --force
+      qwenrt export ./Qwen3-0.6B engines/tuned --lora ./adapter
       qwenrt export ./Qwen3-0.6B engines/gpu --target tensorrt
       qwenrt export ./Qwen3-0.6B engines/rtx --target tensorrt-rtx --compute-capability 8.9
     """

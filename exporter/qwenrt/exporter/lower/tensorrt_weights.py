@@ -22,8 +22,9 @@ import onnx_ir as ir
 
 from qwenrt.plugins import ConfigError
 
+from ..dequantize import widened
 from ..quantize import Int4Weight
-from ..weights import Array, Encoding, rounded_to_bfloat16, widened
+from ..weights import Array, Encoding, rounded_to_bfloat16
 from . import Lowered
 
 FORMATS = ("fp8", "fp8-channel", "int4")
