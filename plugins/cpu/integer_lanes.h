@@ -17,6 +17,9 @@ namespace qwenrt::QWENRT_ISA {
 //   widen    (code - z) * m. The product of a code and m is at most 225, so one 16-bit multiplication does two bytes
 //   Products     one int32 for each channel; what they start from depends on the sum of the row of x
 //   add      products of a quad with four values of x
+// and for codes that are multiplied as they are, sum((code - z) * m * x) = m * sum(code * x) - m * z * sum(x) in each group:
+//   Dots     sums of code * x, of kRunPairs pairs at most
+//   CodeGroup    m and m * z of a panel's 16 channels
 
 #if defined(__AVX512VNNI__)
 
@@ -48,6 +51,34 @@ inline void add(Products& sums, Quad prepared_w, const int8_t* x) {
 }
 inline void store_products(int32_t* p, Products v) { _mm512_storeu_si512(p, v); }
 constexpr int kBlockRows = 12;
+
+// Two chains of sums: one alone would wait for its own last addition longer than for memory.
+struct Dots {
+  __m512i low, high;
+};
+struct CodeGroup {
+  __m512i multiplier, offset;
+};
+inline CodeGroup load_code_group(const uint8_t* p) {
+  const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  const __m512i multiplier = _mm512_and_si512(bytes, _mm512_set1_epi32(15));
+  return {multiplier, _mm512_mullo_epi16(_mm512_srli_epi32(bytes, 4), multiplier)};
+}
+inline Dots no_dots() { return {_mm512_setzero_si512(), _mm512_setzero_si512()}; }
+inline void add_codes(Dots& dots, Quad first, Quad second, const int8_t* x) {
+  int32_t four[2];
+  __builtin_memcpy(four, x, sizeof four);
+  dots.low = _mm512_dpbusd_epi32(dots.low, first, _mm512_set1_epi32(four[0]));
+  dots.high = _mm512_dpbusd_epi32(dots.high, second, _mm512_set1_epi32(four[1]));
+}
+inline Products no_products() { return _mm512_setzero_si512(); }
+inline void subtract_offset(Products& sums, const CodeGroup& g, int32_t sum_of_x) {
+  sums = _mm512_sub_epi32(sums, _mm512_mullo_epi32(g.offset, _mm512_set1_epi32(sum_of_x)));
+}
+inline void add_dots(Products& sums, const Dots& dots, const CodeGroup& g) {
+  sums = _mm512_add_epi32(sums, _mm512_mullo_epi32(_mm512_add_epi32(dots.low, dots.high), g.multiplier));
+}
+constexpr int kCodeRows = 8;
 
 #elif defined(__AVX2__)
 
@@ -105,6 +136,40 @@ inline void add(Products& sums, const Quad& w, const int8_t* x) {
 inline void store_products(int32_t* p, const Products& v) { store_quad(p, v); }
 constexpr int kBlockRows = 4;
 
+// Sums of pairs in 16 bits: of eight quads they are at most 8 * 2 * 15 * 127.
+using Dots = Quad;
+struct CodeGroup {
+  Quad multiplier, offset;  // 16 and 32 bits
+};
+inline CodeGroup load_code_group(const uint8_t* p) {
+  CodeGroup g;
+  for (int i = 0; i < 2; ++i) {
+    const __m256i bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p + 8 * i)));
+    const __m256i multiplier = _mm256_and_si256(bytes, _mm256_set1_epi32(15));
+    g.multiplier.half[i] = _mm256_or_si256(multiplier, _mm256_slli_epi32(multiplier, 16));
+    g.offset.half[i] = _mm256_mullo_epi16(_mm256_srli_epi32(bytes, 4), multiplier);
+  }
+  return g;
+}
+inline Dots no_dots() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+inline void add_codes(Dots& dots, const Quad& first, const Quad& second, const int8_t* x) {
+  int32_t four[2];
+  __builtin_memcpy(four, x, sizeof four);
+  for (int i = 0; i < 2; ++i) {
+    dots.half[i] = _mm256_add_epi16(dots.half[i], _mm256_maddubs_epi16(first.half[i], _mm256_set1_epi32(four[0])));
+    dots.half[i] = _mm256_add_epi16(dots.half[i], _mm256_maddubs_epi16(second.half[i], _mm256_set1_epi32(four[1])));
+  }
+}
+inline Products no_products() { return no_dots(); }
+inline void subtract_offset(Products& sums, const CodeGroup& g, int32_t sum_of_x) {
+  for (int i = 0; i < 2; ++i)
+    sums.half[i] = _mm256_sub_epi32(sums.half[i], _mm256_mullo_epi32(g.offset.half[i], _mm256_set1_epi32(sum_of_x)));
+}
+inline void add_dots(Products& sums, const Dots& dots, const CodeGroup& g) {
+  for (int i = 0; i < 2; ++i) sums.half[i] = _mm256_add_epi32(sums.half[i], _mm256_madd_epi16(dots.half[i], g.multiplier.half[i]));
+}
+constexpr int kCodeRows = 2;
+
 #else
 
 struct Quad {
@@ -154,6 +219,28 @@ inline void add(Products& sums, const Quad& w, const int8_t* x) {
 inline void store_products(int32_t* p, const Products& v) { __builtin_memcpy(p, &v, sizeof v); }
 constexpr int kBlockRows = 4;
 
+using Dots = Products;
+using CodeGroup = Group;
+inline CodeGroup load_code_group(const uint8_t* p) { return load_group(p); }
+inline Dots no_dots() { return {}; }
+inline void add_codes(Dots& dots, const Quad& first, const Quad& second, const int8_t* x) {
+  add(dots, first, x);
+  add(dots, second, x + kQuad);
+}
+inline Products no_products() { return {}; }
+// Weights that are none of the format's may overflow; that must be as harmless as in registers.
+inline int32_t wrapped(int64_t v) { return static_cast<int32_t>(static_cast<uint32_t>(v)); }
+inline void subtract_offset(Products& sums, const CodeGroup& g, int32_t sum_of_x) {
+  for (int n = 0; n < kPanelWidth; ++n)
+    sums.value[n] = wrapped(sums.value[n] - int64_t{g.multiplier[n] * g.zero_point[n]} * sum_of_x);
+}
+inline void add_dots(Products& sums, const Dots& dots, const CodeGroup& g) {
+  for (int n = 0; n < kPanelWidth; ++n) sums.value[n] = wrapped(sums.value[n] + int64_t{g.multiplier[n]} * dots.value[n]);
+}
+constexpr int kCodeRows = 4;
+
 #endif
+
+constexpr int64_t kRunPairs = 4;
 
 }  // namespace qwenrt::QWENRT_ISA

@@ -19,7 +19,7 @@ struct Isa {
   void (*swiglu)(const float* gate, const float* up, float* out, int64_t count);
 
   // The same for integer weights: a row of x to int8, its values filled up with zeros; and panels [first, last) of y. `scratch`:
-  // integer_scratch(op) bytes.
+  // integer_scratch(op, last - first) bytes.
   void (*round_row)(const float* x, int64_t depth, const RoundedRows& rows, int64_t row);
   void (*integer_panels)(const Linear& op, const RoundedRows& x, int64_t first, int64_t last, int8_t* scratch);
 
@@ -40,8 +40,10 @@ inline int64_t attention_scratch(const PagedAttention& op, int64_t rows) {
   return rows * (op.head_dim + kTileKeys + 1) + 2 * attention_partial(op, rows) + 2 * kTileKeys * op.head_dim;
 }
 
-// Two panels in int8.
-inline int64_t integer_scratch(const Linear& op) { return 2 * op.weight.depth * kPanelWidth; }
+// The panels in int8.
+inline int64_t integer_scratch(const Linear& op, int64_t panels) {
+  return op.weight.type == ElementType::kUint8 ? panels * op.weight.depth * kPanelWidth : 0;
+}
 // Rows of x that a kernel may read beyond the last, to fill a tile.
 constexpr int64_t kRowsUnit = 16;
 

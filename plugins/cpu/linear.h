@@ -28,10 +28,11 @@ struct Weight {
 
   bool is_integer() const { return type == ElementType::kInt8 || type == ElementType::kUint8; }
   int64_t panels() const { return (width + kPanelWidth - 1) / kPanelWidth; }
-  int64_t quads() const { return depth / kQuad; }
-  const int8_t* panel(int64_t i) const { return static_cast<const int8_t*>(data) + i * depth * kPanelWidth; }
-  const uint8_t* pairs(int64_t i) const { return static_cast<const uint8_t*>(data) + i * depth * kPanelWidth / 2; }
-  const uint8_t* panel_groups(int64_t i) const { return groups + i * (depth / group_size) * kPanelWidth; }
+  int64_t num_groups() const { return type == ElementType::kUint8 ? depth / group_size : 0; }
+  int64_t panel_bytes() const { return depth * kPanelWidth / (type == ElementType::kUint8 ? 2 : 1); }
+  const int8_t* panel(int64_t i) const { return static_cast<const int8_t*>(data) + i * panel_bytes(); }
+  const uint8_t* pairs(int64_t i) const { return static_cast<const uint8_t*>(data) + i * panel_bytes(); }
+  const uint8_t* panel_groups(int64_t i) const { return groups + i * num_groups() * kPanelWidth; }
 };
 
 // A row of y has the same bits whatever other rows are computed with it: with float weights each sum runs in one order that
@@ -59,7 +60,9 @@ struct RoundedRows {
   int8_t* values;  // [rows, stride]
   float* scale;    // [rows]; NaN for a row that is not finite
   int32_t* sum;    // [rows]: of the values
+  int32_t* group_sums;  // [rows, num_groups]: of the values that meet a group of 4-bit weights
   int64_t stride;
+  int64_t num_groups;
 };
 
 }  // namespace qwenrt

@@ -10,7 +10,7 @@ namespace {
 
 // Wide enough that handing out a task is cheap beside it, narrow enough that every thread of a large machine gets some.
 constexpr int64_t kTaskColumns = 32;
-constexpr int64_t kTaskPanels = kTaskColumns / kPanelWidth;
+constexpr int64_t kMostTaskPanels = 16;  // lie in a second-level cache
 constexpr int64_t kSerialRows = 4;  // handing so few rows to other threads costs more than rounding them
 
 void check_type(const Weight& weight, bool floats) {
@@ -36,10 +36,11 @@ void check_integers(const Weight& weight, int64_t depth) {
 }
 
 RoundedRows round_rows(const Linear& op, const Isa& kernels, const Parallel& parallel) {
-  const int64_t rows = (op.rows + kRowsUnit - 1) / kRowsUnit * kRowsUnit, stride = op.weight.depth;
-  const int64_t numbers = rows * static_cast<int64_t>(sizeof(float) + sizeof(int32_t));
-  int8_t* memory = thread_scratch<RoundedRows>(numbers + rows * stride);
-  const RoundedRows x{memory + numbers, reinterpret_cast<float*>(memory), reinterpret_cast<int32_t*>(memory) + rows, stride};
+  const int64_t rows = (op.rows + kRowsUnit - 1) / kRowsUnit * kRowsUnit, stride = op.weight.depth, groups = op.weight.num_groups();
+  int8_t* values = thread_scratch<RoundedRows>(rows * (stride + (2 + groups) * static_cast<int64_t>(sizeof(int32_t))));
+  float* scale = reinterpret_cast<float*>(values + rows * stride);
+  int32_t* sum = reinterpret_cast<int32_t*>(scale + rows);
+  const RoundedRows x{values, scale, sum, sum + rows, stride, groups};
   const auto round = [&](int64_t row) { kernels.round_row(op.x + row * op.depth, op.depth, x, row); };
   if (op.rows <= kSerialRows) {
     for (int64_t row = 0; row < op.rows; ++row) round(row);
@@ -51,10 +52,12 @@ RoundedRows round_rows(const Linear& op, const Isa& kernels, const Parallel& par
 
 void run_integer_linear(const Linear& op, const Isa& kernels, const Parallel& parallel) {
   const RoundedRows x = round_rows(op, kernels, parallel);
-  const int64_t panels = op.weight.panels();
-  run_with_scratch<int8_t>(parallel, (panels + kTaskPanels - 1) / kTaskPanels, integer_scratch(op), [&](int64_t task, int8_t* scratch) {
-    const int64_t first = task * kTaskPanels;
-    kernels.integer_panels(op, x, first, std::min(first + kTaskPanels, panels), scratch);
+  // An even number, since some kernels take panels two by two; and a few tasks for every thread.
+  const int64_t panels = op.weight.panels(), share = panels / (4 * parallel.threads) / 2 * 2;
+  const int64_t task_panels = std::clamp(share, int64_t{2}, kMostTaskPanels);
+  run_with_scratch<int8_t>(parallel, (panels + task_panels - 1) / task_panels, integer_scratch(op, task_panels), [&](int64_t task, int8_t* scratch) {
+    const int64_t first = task * task_panels;
+    kernels.integer_panels(op, x, first, std::min(first + task_panels, panels), scratch);
   });
 }
 

@@ -10,12 +10,18 @@
 
 namespace qwenrt {
 
-// `count` elements of this thread's own, what is in them unknown, until the next call with the same Purpose. Throws std::bad_alloc.
+struct alignas(64) CacheLine {
+  int8_t bytes[64];
+};
+
+// `count` elements of this thread's own, from the start of a cache line, what is in them unknown, until the next call with the same
+// Purpose. Throws std::bad_alloc.
 template <class Purpose, class Element = int8_t>
 Element* thread_scratch(int64_t count) {
-  thread_local std::vector<Element> memory;
-  if (static_cast<int64_t>(memory.size()) < count) memory.resize(static_cast<size_t>(count));
-  return memory.data();
+  thread_local std::vector<CacheLine> memory;
+  const size_t lines = (static_cast<size_t>(count) * sizeof(Element) + sizeof(CacheLine) - 1) / sizeof(CacheLine);
+  if (memory.size() < lines) memory.resize(lines);
+  return reinterpret_cast<Element*>(memory.data());
 }
 
 // Runs work(task, scratch) with `count` elements of the thread that it runs on. Throws std::bad_alloc if there is no memory.
