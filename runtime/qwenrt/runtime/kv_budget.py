@@ -42,7 +42,7 @@ class KvBudget:
         """Blocks of a pool in this machine's memory, of whose free part it takes a quarter unless told otherwise."""
         if self.gpu_memory_fraction is not None:
             raise ConfigError("gpu_memory_fraction is given and the engine runs on the CPU; give kv_memory instead")
-        room = _available_memory() // _HOST_FRACTION if self._by_memory else 0
+        room = available_memory() // _HOST_FRACTION if self._by_memory else 0
         return self._blocks(manifest, limits, room, "a quarter of the free memory")
 
     def blocks_on_gpu(self, manifest: EngineManifest, limits: Limits, free: int, total: int) -> int:
@@ -78,7 +78,7 @@ class KvBudget:
         return min(room // block_bytes, limits.max_num_seqs * -(-limits.max_model_len // manifest.block_size))
 
 
-def _available_memory() -> int:
+def available_memory() -> int:
     """Bytes that can be allocated without swapping, within the control group's limit where there is one."""
     fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     available = int(fields["MemAvailable"].split()[0]) * 1024

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,15 @@ from qwenrt.plugins import ConfigError
 from qwenrt.plugins.library import cpu_library
 
 from ..engine_dir import EngineDir, EngineManifest, Limits
-from ..kv_budget import KvBudget
+from ..kv_budget import KvBudget, available_memory
 from ..model_runner import StepInputs
+from .host_memory import read_safetensors, zeros
 
 _KV_DTYPES = {"float32": np.float32, "float16": np.float16}
+_WEIGHTS_FRACTION = 2
+"""Weights that take more than this part of the free memory stay in the mapped file, which Linux can drop and read again."""
+_ONNX_TYPES = {"F32": 1, "U8": 2, "I8": 3, "F16": 10, "BF16": 16}
+"""TensorProto.DataType of the element types of a safetensors file."""
 
 
 class OnnxRuntimeBackend:
@@ -38,7 +44,12 @@ class OnnxRuntimeBackend:
         # What goes wrong is in the exceptions; its log would say it a second time.
         options.log_severity_level = 4
         options.register_custom_ops_library(str(cpu_library()))
-        graph = str(engine.file("model.onnx"))
+        graph, weights = str(engine.file("model.onnx")), engine.file("model.safetensors")
+        if weights.stat().st_size <= available_memory() // _WEIGHTS_FRACTION:
+            # ONNX Runtime would map the file, which has no huge pages. It keeps no reference to what it is given.
+            self._weights = _initializers(weights, threads)
+            for name, value in self._weights.items():
+                options.add_initializer(name, value)
         try:
             self._session = ort.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
         except Exception as error:  # ONNX Runtime's exceptions share no narrower base.
@@ -48,8 +59,7 @@ class OnnxRuntimeBackend:
         model = manifest.model
         shape = (num_kv_blocks, 2, model.num_kv_heads, manifest.block_size, model.head_dim)
         try:
-            # Zeroed by the kernel page by page, when a block is first used.
-            self._kv_caches = [np.zeros(shape, _KV_DTYPES[manifest.kv_dtype]) for _ in range(model.num_layers)]
+            self._kv_caches = [zeros(shape, _KV_DTYPES[manifest.kv_dtype]) for _ in range(model.num_layers)]
         except MemoryError:
             size = num_kv_blocks * manifest.block_size * manifest.kv_bytes_per_token / 1e9
             raise ConfigError(
@@ -83,6 +93,14 @@ class OnnxRuntimeBackend:
     def write_kv_blocks(self, layer: int, blocks: npt.NDArray[np.int32], values: npt.NDArray[Any]) -> None:
         """Overwrite blocks of a layer's pool."""
         self._kv_caches[layer][blocks] = values
+
+
+def _initializers(weights: Path, threads: int) -> dict[str, ort.OrtValue]:
+    """The tensors of the file in memory, for ONNX Runtime to use where they lie."""
+    return {
+        name: ort.OrtValue.ortvalue_from_numpy_with_onnx_type(values, _ONNX_TYPES[dtype])
+        for name, (dtype, values) in read_safetensors(weights, threads=threads).items()
+    }
 
 
 def _check_graph(session: ort.InferenceSession, manifest: EngineManifest) -> None:
