@@ -9,8 +9,9 @@
 namespace qwenrt::QWENRT_ISA {
 namespace {
 
-constexpr int64_t kMicroKeys = 4;  // a micro tile's sums fill the registers: 4 keys, or 4 vectors of V, by 3 rows
-constexpr int64_t kMicroRows = 3;
+constexpr int64_t kMicroKeys = 4;  // a micro tile's sums fill the registers: 4 keys, or 4 vectors of V, by 3 rows or more
+constexpr int64_t kMicroRows = kLanes == 16 ? 6 : 3;
+constexpr int64_t kAheadKeys = 8;  // K and V of so many keys ahead are called for
 
 // What the tiles of a chunk, or the chunks of a context, add up to: sum of weight * V, not yet divided by the sum of the weights.
 struct Sums {
@@ -79,22 +80,26 @@ float score(const float* q, const T* k, int64_t width) {
   return sum(total);
 }
 
-// scores of `rows` rows against keys [first, last) of a tile; `k` holds a pointer for each key of it. What is needed next is called
-// for meanwhile: a few rows are done with a tile before the next one could come.
+// scores of `rows` rows against keys [first, last) of a tile; `k` holds a pointer for each key of it, and for what comes after. That is
+// called for meanwhile where rows are few: they are done with a key before the next one could come. Of many rows, some stay in the
+// first-level cache while the tile passes by.
 template <class T>
-void score_tile(const float* q, int64_t rows, const T* const* k, const T* const* next, int64_t first, int64_t last, int64_t width,
-                float* scores) {
-  int64_t key = first;
-  for (; key + kMicroKeys <= last; key += kMicroKeys) {
-    if (rows <= kFewRows)
-      for (int n = 0; n < kMicroKeys; ++n) prefetch_row(next[key + n], width);
-    int64_t m = 0;
-    for (; m + kMicroRows <= rows; m += kMicroRows)
-      score_micro_tile<kMicroRows>(q + m * width, k + key, width, scores + m * kTileKeys + key);
-    if (rows - m == 2) score_micro_tile<2>(q + m * width, k + key, width, scores + m * kTileKeys + key);
-    if (rows - m == 1) score_micro_tile<1>(q + m * width, k + key, width, scores + m * kTileKeys + key);
+void score_tile(const float* q, int64_t rows, const T* const* k, int64_t first, int64_t last, int64_t width, float* scores) {
+  const int64_t whole = first + (last - first) / kMicroKeys * kMicroKeys;
+  const auto score_rows = [&](auto count, int64_t m, int64_t key) {
+    score_micro_tile<count.value>(q + m * width, k + key, width, scores + m * kTileKeys + key);
+  };
+  if (rows <= kFewRows) {
+    for (int64_t key = first; key < whole; key += kMicroKeys) {
+      for (int n = 0; n < kMicroKeys; ++n) prefetch_row(k[key + n + kAheadKeys], width);
+      in_blocks<kMicroRows>(0, rows, [&](auto count, int64_t m) { score_rows(count, m, key); });
+    }
+  } else {
+    in_blocks<kMicroRows>(0, rows, [&](auto count, int64_t m) {
+      for (int64_t key = first; key < whole; key += kMicroKeys) score_rows(count, m, key);
+    });
   }
-  for (; key < last; ++key)
+  for (int64_t key = whole; key < last; ++key)
     for (int64_t m = 0; m < rows; ++m) scores[m * kTileKeys + key] = score(q + m * width, k[key], width);
 }
 
@@ -119,7 +124,7 @@ void soften(float* scores, int64_t first, int64_t last, float& largest_score, fl
 }
 
 // values[m] = values[m] * keep[m] + the sum over keys [first, last) of weight * v, for Vectors vectors of head_dim.
-template <int Rows, int Vectors, class T>
+template <int Rows, int Vectors, bool Prefetch, class T>
 void weigh_micro_tile(const float* weights, const float* keep, const T* const* v, int64_t first, int64_t last, int64_t column,
                       int64_t width, float* values) {
   Floats sums[Rows][Vectors];
@@ -127,6 +132,7 @@ void weigh_micro_tile(const float* weights, const float* keep, const T* const* v
     for (int n = 0; n < Vectors; ++n) sums[m][n] = load(values + m * width + n * kLanes) * broadcast(keep[m]);
   for (int64_t key = first; key < last; ++key) {
     const T* row = v[key] + column;
+    if constexpr (Prefetch) prefetch_row(v[key + kAheadKeys] + column, Vectors * kLanes);
     Floats factor[Rows];
     for (int m = 0; m < Rows; ++m) factor[m] = broadcast(weights[m * kTileKeys + key]);
     for (int n = 0; n < Vectors; ++n) {
@@ -138,83 +144,43 @@ void weigh_micro_tile(const float* weights, const float* keep, const T* const* v
     for (int n = 0; n < Vectors; ++n) store(values + m * width + n * kLanes, sums[m][n]);
 }
 
-template <int Vectors, class T>
+template <int Rows, int Vectors, bool Prefetch, class T>
 void weigh_columns(const float* weights, const float* keep, int64_t rows, const T* const* v, int64_t first, int64_t last,
                    int64_t column, int64_t width, float* values) {
-  int64_t m = 0;
-  for (; m + kMicroRows <= rows; m += kMicroRows)
-    weigh_micro_tile<kMicroRows, Vectors>(weights + m * kTileKeys, keep + m, v, first, last, column, width, values + m * width);
-  if (rows - m == 2)
-    weigh_micro_tile<2, Vectors>(weights + m * kTileKeys, keep + m, v, first, last, column, width, values + m * width);
-  if (rows - m == 1)
-    weigh_micro_tile<1, Vectors>(weights + m * kTileKeys, keep + m, v, first, last, column, width, values + m * width);
+  in_blocks<Rows>(0, rows, [&](auto count, int64_t m) {
+    weigh_micro_tile<count.value, Vectors, Prefetch>(weights + m * kTileKeys, keep + m, v, first, last, column, width, values + m * width);
+  });
 }
 
-// weigh_columns for all columns of one or two rows, row of V by row of V, as memory likes to be read. Each sum runs in the same order.
-template <int Rows, class T>
-void weigh_rows(const float* weights, const float* keep, const T* const* v, const T* const* next, int64_t first, int64_t last,
-                int64_t width, float* values) {
-  for (int m = 0; m < Rows; ++m)
-    for (int64_t d = 0; d < width; d += kLanes) store(values + m * width + d, load(values + m * width + d) * broadcast(keep[m]));
-  int64_t key = first;
-  for (; key + kMicroKeys <= last; key += kMicroKeys) {
-    for (int n = 0; n < kMicroKeys; ++n) prefetch_row(next[key + n], width);
-    Floats factors[Rows][kMicroKeys];
-    for (int m = 0; m < Rows; ++m)
-      for (int n = 0; n < kMicroKeys; ++n) factors[m][n] = broadcast(weights[m * kTileKeys + key + n]);
-    for (int64_t d = 0; d < width; d += kLanes) {
-      Floats value[kMicroKeys];
-      for (int n = 0; n < kMicroKeys; ++n) value[n] = load(v[key + n] + d);
-      for (int m = 0; m < Rows; ++m) {
-        Floats total = load(values + m * width + d);
-        for (int n = 0; n < kMicroKeys; ++n) total = multiply_add(factors[m][n], value[n], total);
-        store(values + m * width + d, total);
-      }
-    }
-  }
-  for (; key < last; ++key)
-    for (int m = 0; m < Rows; ++m) {
-      const Floats factor = broadcast(weights[m * kTileKeys + key]);
-      float* totals = values + m * width;
-      for (int64_t d = 0; d < width; d += kLanes) store(totals + d, multiply_add(factor, load(v[key] + d), load(totals + d)));
-    }
-}
-
+// Of few rows all sums of a row that registers hold, so that V is read in the order in which it lies.
 template <class T>
-void weigh_tile(const float* weights, const float* keep, int64_t rows, const T* const* v, const T* const* next, int64_t first,
-                int64_t last, int64_t width, float* values) {
-  if (rows <= kFewRows) {
-    int64_t m = 0;
-    for (; m + 2 <= rows; m += 2)
-      weigh_rows<2>(weights + m * kTileKeys, keep + m, v, next, first, last, width, values + m * width);
-    if (m < rows) weigh_rows<1>(weights + m * kTileKeys, keep + m, v, next, first, last, width, values + m * width);
-    return;
-  }
-  constexpr int kVectors = 4;
+void weigh_tile(const float* weights, const float* keep, int64_t rows, const T* const* v, int64_t first, int64_t last, int64_t width,
+                float* values) {
+  constexpr int kVectors = 4, kMostVectors = kLanes == 16 ? 8 : 4;
   int64_t d = 0;
+  if (rows <= kFewRows)
+    for (; d + kMostVectors * kLanes <= width; d += kMostVectors * kLanes)
+      weigh_columns<2, kMostVectors, true>(weights, keep, rows, v, first, last, d, width, values + d);
   for (; d + kVectors * kLanes <= width; d += kVectors * kLanes)
-    weigh_columns<kVectors>(weights, keep, rows, v, first, last, d, width, values + d);
-  for (; d < width; d += kLanes) weigh_columns<1>(weights, keep, rows, v, first, last, d, width, values + d);
+    weigh_columns<kMicroRows, kVectors, false>(weights, keep, rows, v, first, last, d, width, values + d);
+  for (; d < width; d += kLanes) weigh_columns<kMicroRows, 1, false>(weights, keep, rows, v, first, last, d, width, values + d);
 }
 
-// Where K and V of a tile's keys lie, and of the next tile's.
+// Where K and V of a tile's keys lie, and of the first keys that are read after them.
 template <class T>
 struct Keys {
-  const T* k[kTileKeys];
-  const T* v[kTileKeys];
-  const T* next_k[kTileKeys];
-  const T* next_v[kTileKeys];
+  const T* k[kTileKeys + kAheadKeys];
+  const T* v[kTileKeys + kAheadKeys];
 };
 
 // Adds keys [first, last) of a tile to the sums of rows [row, row + rows), all of which see all of them.
 template <class T>
 void add_keys(const Scratch& s, int64_t row, int64_t rows, const Keys<T>& keys, int64_t first, int64_t last, int64_t width) {
   float* scores = s.scores + row * kTileKeys;
-  score_tile(s.q + row * width, rows, keys.k, keys.next_k, first, last, width, scores);
+  score_tile(s.q + row * width, rows, keys.k, first, last, width, scores);
   for (int64_t m = 0; m < rows; ++m)
     soften(scores + m * kTileKeys, first, last, s.chunk.largest[row + m], s.chunk.weights[row + m], s.keep[row + m]);
-  weigh_tile(scores, s.keep + row, rows, keys.v, keys.next_v, first, last, width,
-             s.chunk.values + row * width);
+  weigh_tile(scores, s.keep + row, rows, keys.v, first, last, width, s.chunk.values + row * width);
 }
 
 // Adds the tile of keys that starts at `start` to the rows of one KV head, which begin at `row`. Keys that a row does not see take no part, so what lies there does not matter.
@@ -255,6 +221,17 @@ void find_keys(const PagedAttention& op, int64_t seq, int64_t kv_head, int64_t s
   }
 }
 
+// Fills `keys` up, behind keys [first, last) of head i of a tile, with those that come after: the next head's, or the next tile's.
+template <class T>
+void find_next_keys(const PagedAttention& op, const QueryTile& tile, int64_t i, int64_t start, int64_t first, int64_t last, int64_t end,
+                    Keys<T>& keys) {
+  const bool more_heads = i + 1 < tile.kv_heads;
+  const int64_t next = more_heads ? start + first : start + last, stop = more_heads ? start + last : end;
+  const int64_t count = smaller(stop - next, kAheadKeys);
+  find_keys(op, tile.seq, more_heads ? tile.kv_head + i + 1 : tile.kv_head, next, 0, count, keys.k + last, keys.v + last);
+  for (int64_t key = greater(count, 0); key < kAheadKeys; ++key) keys.k[last + key] = keys.k[last - 1], keys.v[last + key] = keys.v[last - 1];
+}
+
 // The keys of one tile, as floats in scratch memory.
 void add_converted_tile(const PagedAttention& op, const QueryTile& tile, int64_t row, int64_t start, int64_t first, int64_t last,
                         const Keys<Float16>& keys, const Scratch& s) {
@@ -262,8 +239,8 @@ void add_converted_tile(const PagedAttention& op, const QueryTile& tile, int64_t
   for (int64_t i = first; i < last; ++i) {
     convert_row(keys.k[i], op.head_dim, s.k + i * op.head_dim);
     convert_row(keys.v[i], op.head_dim, s.v + i * op.head_dim);
-    wide.k[i] = wide.next_k[i] = s.k + i * op.head_dim;
-    wide.v[i] = wide.next_v[i] = s.v + i * op.head_dim;
+    wide.k[i] = s.k + i * op.head_dim;
+    wide.v[i] = s.v + i * op.head_dim;
   }
   add_tile(op, tile, row, start, wide, s);
 }
@@ -288,12 +265,7 @@ void add_chunk(const PagedAttention& op, const QueryTile& tile, int64_t chunk, c
           continue;
         }
       }
-      for (int64_t key = first; key < last; ++key) keys.next_k[key] = keys.k[key], keys.next_v[key] = keys.v[key];
-      if (i + 1 < tile.kv_heads) {
-        find_keys(op, tile.seq, tile.kv_head + i + 1, start, first, last, keys.next_k, keys.next_v);
-      } else {
-        find_keys(op, tile.seq, tile.kv_head, start + kTileKeys, 0, smaller(end - start - kTileKeys, last), keys.next_k, keys.next_v);
-      }
+      find_next_keys(op, tile, i, start, first, last, end, keys);
       add_tile(op, tile, i * head_rows, start, keys, s);
     }
   }
@@ -390,7 +362,13 @@ void norm_and_rotate(const PagedAttention& op, const float* x, const float* weig
     for (int64_t d = 0; d < width; d += kLanes) store(out + d, load(x + d) * inverse * load(weight + d));
     x = out;
   }
-  for (int64_t d = 0; d < half; ++d) {
+  int64_t d = 0;
+  for (; d + kLanes <= half; d += kLanes) {
+    const Floats first = load(x + d), second = load(x + half + d), cosine = load(angles + d), sine = load(angles + half + d);
+    store(out + d, (first * cosine - second * sine) * broadcast(factor));
+    store(out + half + d, (second * cosine + first * sine) * broadcast(factor));
+  }
+  for (; d < half; ++d) {
     const float first = x[d], second = x[half + d], cosine = angles[d], sine = angles[half + d];
     out[d] = (first * cosine - second * sine) * factor;
     out[half + d] = (second * cosine + first * sine) * factor;

@@ -105,18 +105,6 @@ void multiply_codes(const Linear& op, const RoundedRows& x, int64_t row, int64_t
   write_products(op, x, row, panel, sums);
 }
 
-template <int Value>
-struct Count {
-  static constexpr int value = Value;
-};
-
-// Calls multiply(Count<n>, row) for blocks of n rows, Most while there are so many.
-template <int Most, class Multiply>
-void in_blocks(int64_t row, int64_t rows, const Multiply& multiply) {
-  for (; row + Most <= rows; row += Most) multiply(Count<Most>{}, row);
-  if constexpr (Most > 1) in_blocks<Most - 1>(row, rows, multiply);
-}
-
 // A panel in int8: where it lies, or widened to `scratch`.
 const int8_t* whole_panel(const Weight& weight, int64_t panel, int8_t* scratch) {
   if (weight.type == ElementType::kInt8) return weight.panel(panel);

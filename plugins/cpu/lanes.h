@@ -77,6 +77,18 @@ inline __m128 quarter_sums(Floats v) {
   const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(v), _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(v), 1)));
   return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
 }
+inline float largest(Floats v) { return _mm512_reduce_max_ps(v); }
+
+// p[0..3] = sum(a), ..., sum(d), with the additions in the same order.
+inline void store_sums(float* p, Floats a, Floats b, Floats c, Floats d) {
+  const Floats ab = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+  const Floats cd = _mm512_add_ps(_mm512_shuffle_f32x4(c, d, 0x44), _mm512_shuffle_f32x4(c, d, 0xee));
+  Floats quarters = _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));
+  quarters = _mm512_add_ps(quarters, _mm512_permute_ps(quarters, 0x4e));
+  quarters = _mm512_add_ps(quarters, _mm512_permute_ps(quarters, 0xb1));
+  const __m512i first_of_each = _mm512_castsi128_si512(_mm_setr_epi32(0, 4, 8, 12));
+  _mm_storeu_ps(p, _mm512_castps512_ps128(_mm512_permutexvar_ps(first_of_each, quarters)));
+}
 
 #elif defined(__AVX2__)
 
@@ -96,6 +108,19 @@ inline void store(Float16* p, Floats v) {
 inline Floats multiply_add(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
 inline Floats larger(Floats a, Floats b) { return _mm256_max_ps(a, b); }
 inline __m128 quarter_sums(Floats v) { return _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1)); }
+inline float largest(Floats v) {
+  __m128 top = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+  top = _mm_max_ps(top, _mm_movehl_ps(top, top));
+  return _mm_cvtss_f32(_mm_max_ss(top, _mm_movehdup_ps(top)));
+}
+
+// p[0..3] = sum(a), ..., sum(d), with the additions in the same order.
+inline void store_sums(float* p, Floats a, Floats b, Floats c, Floats d) {
+  const __m128 qa = quarter_sums(a), qb = quarter_sums(b), qc = quarter_sums(c), qd = quarter_sums(d);
+  const __m128 ab = _mm_add_ps(_mm_movelh_ps(qa, qb), _mm_movehl_ps(qb, qa));
+  const __m128 cd = _mm_add_ps(_mm_movelh_ps(qc, qd), _mm_movehl_ps(qd, qc));
+  _mm_storeu_ps(p, _mm_add_ps(_mm_shuffle_ps(ab, cd, 0x88), _mm_shuffle_ps(ab, cd, 0xdd)));
+}
 
 #else
 
@@ -117,6 +142,11 @@ inline void store(Float16* p, Floats v) {
 }
 inline Floats multiply_add(Floats a, Floats b, Floats c) { return a * b + c; }
 inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
+inline float largest(Floats v) {
+  float top = v[0];
+  for (int i = 1; i < kLanes; ++i) top = v[i] > top ? v[i] : top;
+  return top;
+}
 inline float sum(Floats v) { return (v[0] + v[2]) + (v[1] + v[3]); }
 inline void store_sums(float* p, Floats a, Floats b, Floats c, Floats d) {
   p[0] = sum(a), p[1] = sum(b), p[2] = sum(c), p[3] = sum(d);
@@ -132,26 +162,22 @@ inline float sum(Floats v) {
   return _mm_cvtss_f32(_mm_add_ss(quarter, _mm_movehdup_ps(quarter)));
 }
 
-// p[0..3] = sum(a), ..., sum(d), with the additions in the same order.
-inline void store_sums(float* p, Floats a, Floats b, Floats c, Floats d) {
-  const __m128 qa = quarter_sums(a), qb = quarter_sums(b), qc = quarter_sums(c), qd = quarter_sums(d);
-  const __m128 ab = _mm_add_ps(_mm_movelh_ps(qa, qb), _mm_movehl_ps(qb, qa));
-  const __m128 cd = _mm_add_ps(_mm_movelh_ps(qc, qd), _mm_movehl_ps(qd, qc));
-  _mm_storeu_ps(p, _mm_add_ps(_mm_shuffle_ps(ab, cd, 0x88), _mm_shuffle_ps(ab, cd, 0xdd)));
-}
-
 #endif
 
 typedef int32_t Ints __attribute__((vector_size(sizeof(Floats))));
 
 inline Floats zero() { return broadcast(0); }
 
-inline float largest(Floats v) {
-  float lanes[kLanes];
-  store(lanes, v);
-  float result = lanes[0];
-  for (int i = 1; i < kLanes; ++i) result = lanes[i] > result ? lanes[i] : result;
-  return result;
+template <int Value>
+struct Count {
+  static constexpr int value = Value;
+};
+
+// Calls work(Count<n>, first) for blocks of n of [first, last), Most while there are so many.
+template <int Most, class Work>
+void in_blocks(int64_t first, int64_t last, const Work& work) {
+  for (; first + Most <= last; first += Most) work(Count<Most>{}, first);
+  if constexpr (Most > 1) in_blocks<Most - 1>(first, last, work);
 }
 
 // e^x for x <= 0 within 2 units in the last place; 0 below -87, NaN for NaN. x = n log 2 + r with |r| <= log(2) / 2, e^r by its
