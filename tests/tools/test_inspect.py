@@ -11,8 +11,10 @@ import pytest
 
 from qwenrt.runtime import EngineDir
 from tests.checkpoints import quantize_checkpoint, write_checkpoint
+from tests.gguf_files import write_gguf
 
 from .command import qwenrt
+from .conftest import Here
 
 
 @pytest.fixture
@@ -159,3 +161,14 @@ def test_a_folder_that_is_neither_is_refused(tmp_path: Path) -> None:
     status, stdout, stderr = qwenrt("inspect", tmp_path)
     assert (status, stdout) == (1, "")
     assert "has neither engine.json nor config.json" in stderr
+
+
+def test_a_gguf_file_is_described_as_a_checkpoint(tiny_checkpoint: Path, tmp_path: Path, here: Here) -> None:
+    path = write_gguf(tmp_path / "model.gguf", tiny_checkpoint, tmp_path / "reference", "Q8_0")
+    status, stdout, _ = here("inspect", path, "--json")
+    report = json.loads(stdout)
+    assert status == 0
+    assert report["quantization"] == "gguf"
+    assert report["dtypes"].keys() == {"Q8_0", "F32"}
+    assert report["model"]["architecture"] == "Qwen3ForCausalLM"
+    assert [(file["name"], file["size"]) for file in report["files"]] == [("model.gguf", path.stat().st_size)]

@@ -40,7 +40,10 @@ def write_model(
     manifest: EngineManifest,
     progress: Callable[[str, int, int], None],
 ) -> None:
-    """Write `model.onnx` and `model.safetensors` into `folder`. Raises ConfigError if the disk has no room for them."""
+    """Write `model.onnx` and `model.safetensors` into `folder`, where the tokenizer is.
+
+    Raises ConfigError if the disk has no room for them.
+    """
     progress("tracing", 0, 1)
     max_model_len = manifest.limits.max_model_len
     model = trace(
@@ -50,7 +53,7 @@ def write_model(
         max_model_len=max_model_len,
         kv_dtype=manifest.kv_dtype,
     )
-    lowered = _lower(model, config, checkpoint, manifest, progress)
+    lowered = _lower(model, config, checkpoint, manifest, folder, progress)
     layout = _layout(model)
     _check_space(folder, layout.size + _DISK_SLACK)
     graph = _with_external_data(model, layout)
@@ -72,6 +75,7 @@ def _lower(
     config: ModelConfig,
     checkpoint: Checkpoint,
     manifest: EngineManifest,
+    folder: Path,
     progress: Callable[[str, int, int], None],
 ) -> Lowered:
     """Change the trace into what the target takes."""
@@ -79,7 +83,7 @@ def _lower(
         return onnxruntime.lower(model, manifest.weights)
     ranges = None
     if manifest.weights.startswith("fp8"):
-        sequences = calibration_tokens(checkpoint.folder / "tokenizer.json")
+        sequences = calibration_tokens(folder / "tokenizer.json")
         ranges = measure_ranges(
             config, checkpoint, sequences, lambda done, total: progress("measuring activations", done, total)
         )

@@ -6,7 +6,7 @@ import functools
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy.typing as npt
 
@@ -27,6 +27,18 @@ _ROOTS = ("embed_tokens.", "layers.", "norm.")
 """What the names of a decoder's tensors start with, after the prefix `model.` or in its place."""
 
 
+class TensorFile(Protocol):
+    """One file of a checkpoint."""
+
+    tensors: dict[str, TensorInfo]
+
+    def read(self, name: str) -> npt.NDArray[Any]:
+        """A tensor as it is stored, a view of the mapped file."""
+
+    def forget(self, name: str) -> None:
+        """Drop its pages from this process's memory."""
+
+
 class Checkpoint:
     """The tensors of a checkpoint, memory-mapped. Names have the prefix `model.`, whether or not the files write it.
 
@@ -34,7 +46,7 @@ class Checkpoint:
     gives the decoded matrix under the name that it would have.
     """
 
-    def __init__(self, folder: Path, files: dict[str, SafetensorsFile], weight_map: dict[str, str]) -> None:
+    def __init__(self, folder: Path, files: Mapping[str, TensorFile], weight_map: dict[str, str]) -> None:
         self.folder = folder
         self._files = files
         self._sources = {
@@ -154,8 +166,10 @@ def open_checkpoint(folder: str | os.PathLike[str]) -> Checkpoint:
                 )
         return Checkpoint(path, files, weight_map)
     if not os.path.lexists(path / _SINGLE):
-        other = next(iter(sorted(path.glob("*.bin")) + sorted(path.glob("*.pt*")) + sorted(path.glob("*.gguf"))), None)
+        other = next(iter(sorted(path.glob("*.bin")) + sorted(path.glob("*.pt*"))), None)
         found = f"; {other.name} is not read, save it as safetensors" if other else ""
+        if gguf := next(iter(sorted(path.glob("*.gguf"))), None):
+            found = f"; give the file {gguf} itself"
         raise ConfigError(f"checkpoint {path} has neither {_SINGLE} nor {_INDEX}{found}")
     single = SafetensorsFile(plain_file(path, _SINGLE))
     return Checkpoint(path, {_SINGLE: single}, dict.fromkeys(single.tensors, _SINGLE))

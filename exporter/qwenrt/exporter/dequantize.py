@@ -1,16 +1,18 @@
-"""Matrices of quantised checkpoints, decoded to float32: (code - zero point) * scale, one multiplication rounded once.
+"""Matrices of quantised checkpoints, decoded to float32: but for GGUF's, (code - zero point) * scale, one product rounded once.
 
 Where each layout is defined:
 fp8                 https://huggingface.co/docs/transformers/quantization/finegrained_fp8: F8_E4M3 codes, a scale for each block
 awq                 AutoAWQ, version "gemm": eight 4-bit codes in an int32 along the rows, in the order 0 2 4 6 1 3 5 7
 gptq                AutoGPTQ: codes in an int32 along the columns, `g_idx` with the group of each column
 compressed-tensors  https://github.com/neuralmagic/compressed-tensors: signed codes, packed along the columns or one a byte
+gguf                https://github.com/ggml-org/ggml: blocks of 32 or 256 columns, decoded by the package gguf
 """
 
 from __future__ import annotations
 
 import abc
 import dataclasses
+import importlib
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
@@ -21,6 +23,7 @@ import numpy.typing as npt
 
 from qwenrt.plugins import ConfigError
 
+from .gguf_file import BLOCK_TYPES
 from .json_fields import shown
 from .quantization_config import Quantization
 from .safetensors_file import DTYPES, TensorInfo
@@ -48,8 +51,6 @@ class QuantizedWeight(abc.ABC):
 
     required: ClassVar[tuple[str, ...]]
     optional: ClassVar[tuple[str, ...]] = ()
-    unit: ClassVar[int] = 1
-    """Rows are unpacked in multiples of this."""
 
     def __init__(
         self, module: str, parts: Mapping[str, Part], shape: tuple[int, int], quantization: Quantization
@@ -72,47 +73,8 @@ class QuantizedWeight(abc.ABC):
         """Raise ConfigError unless types and shapes of the parts fit."""
 
     @abc.abstractmethod
-    def codes(self, first: int, last: int) -> Array:
-        """Codes of rows [first, last), numbers of any type."""
-
-    @abc.abstractmethod
-    def scales(self) -> Floats:
-        """One for each block of rows and group of columns."""
-
-    def zero_points(self) -> Floats | None:
-        """What is subtracted from the codes, in the shape of the scales; None: nothing."""
-        return None
-
-    @property
-    def rows_per_scale(self) -> int:
-        """Rows in a block."""
-        return 1
-
-    @abc.abstractmethod
-    def column_groups(self) -> Array:
-        """For each column its group."""
-
     def decode(self) -> Floats:
         """The matrix in float32. Raises ConfigError if a scale or a code is no finite number."""
-        rows, columns = self.shape
-        scales, zeros, groups = self.scales(), self.zero_points(), self.column_groups()
-        if not np.isfinite(scales).all():
-            raise ConfigError(
-                f"{self.file}: a scale of {shown(self.module)} is no finite number; download the checkpoint again"
-            )
-        result = np.empty((rows, columns), np.float32)
-        step = max(1, _CHUNK_ELEMENTS // (columns * self.unit)) * self.unit
-        for first in range(0, rows, step):
-            last = min(first + step, rows)
-            values = result[first:last]
-            values[:] = self.codes(first, last)
-            if np.isnan(values).any():
-                raise ConfigError(f"{self.file}: {shown(self.module)} holds a NaN; download the checkpoint again")
-            blocks = np.arange(first, last) // self.rows_per_scale
-            if zeros is not None:
-                values -= zeros[blocks][:, groups]
-            values *= scales[blocks][:, groups]
-        return result
 
     @property
     def file(self) -> str:
@@ -137,7 +99,57 @@ class QuantizedWeight(abc.ABC):
         return widened(self.parts[name].read())
 
 
-class ScaledWeight(QuantizedWeight):
+class AffineWeight(QuantizedWeight):
+    """Every element is (code - zero point) * scale."""
+
+    unit: ClassVar[int] = 1
+    """Rows are unpacked in multiples of this."""
+
+    @abc.abstractmethod
+    def codes(self, first: int, last: int) -> Array:
+        """Codes of rows [first, last), numbers of any type."""
+
+    @abc.abstractmethod
+    def scales(self) -> Floats:
+        """One for each block of rows and group of columns."""
+
+    def zero_points(self) -> Floats | None:
+        """What is subtracted from the codes, in the shape of the scales; None: nothing."""
+        return None
+
+    @property
+    def rows_per_scale(self) -> int:
+        """Rows in a block."""
+        return 1
+
+    @abc.abstractmethod
+    def column_groups(self) -> Array:
+        """For each column its group."""
+
+    def decode(self) -> Floats:
+        """See `QuantizedWeight`."""
+        rows, columns = self.shape
+        scales, zeros, groups = self.scales(), self.zero_points(), self.column_groups()
+        if not np.isfinite(scales).all():
+            raise ConfigError(
+                f"{self.file}: a scale of {shown(self.module)} is no finite number; download the checkpoint again"
+            )
+        result = np.empty((rows, columns), np.float32)
+        step = max(1, _CHUNK_ELEMENTS // (columns * self.unit)) * self.unit
+        for first in range(0, rows, step):
+            last = min(first + step, rows)
+            values = result[first:last]
+            values[:] = self.codes(first, last)
+            if np.isnan(values).any():
+                raise ConfigError(f"{self.file}: {shown(self.module)} holds a NaN; download the checkpoint again")
+            blocks = np.arange(first, last) // self.rows_per_scale
+            if zeros is not None:
+                values -= zeros[blocks][:, groups]
+            values *= scales[blocks][:, groups]
+        return result
+
+
+class ScaledWeight(AffineWeight):
     """Codes one a byte, F8_E4M3 or int8; a scale for all of the matrix, or for its rows, groups of columns, or blocks."""
 
     required = ("weight",)
@@ -186,7 +198,7 @@ class ScaledWeight(QuantizedWeight):
         return np.arange(columns) // (columns if self.one_scale or not size else size)
 
 
-class _PackedWeight(QuantizedWeight):
+class _PackedWeight(AffineWeight):
     """Codes of 4 or 8 bits in int32 words, and a scale for each row and group of columns."""
 
     index: ClassVar[str] = "g_idx"
@@ -312,6 +324,35 @@ class CompressedWeight(_PackedWeight):
         return (zeros.astype(np.int16) - self._middle).astype(np.float32)
 
 
+class GgufWeight(QuantizedWeight):
+    """Rows of blocks in one of ggml's types, whose meaning is what the package `gguf` has of it."""
+
+    required = ("weight",)
+
+    def check(self) -> None:
+        self.expect("weight", BLOCK_TYPES, self.shape)
+
+    def decode(self) -> Floats:
+        quants = _gguf_quants()
+        kind = quants.GGMLQuantizationType[self.parts["weight"].info.dtype]
+        blocks, (rows, columns) = self.parts["weight"].read(), self.shape
+        result = np.empty((rows, columns), np.float32)
+        step = max(1, _CHUNK_ELEMENTS // columns)
+        with np.errstate(invalid="ignore", over="ignore"):  # of scales that are no numbers, which is found below
+            for first in range(0, rows, step):
+                result[first : first + step] = quants.dequantize(blocks[first : first + step], kind)
+        if not np.isfinite(result).all():
+            raise ConfigError(f"{self.file}: {shown(self.module)} holds what is no finite number; download it again")
+        return result
+
+
+def _gguf_quants() -> Any:
+    try:
+        return importlib.import_module("gguf.quants")
+    except ImportError:
+        raise ConfigError("a GGUF file needs the package gguf; install it with: pip install 'qwenrt[export]'") from None
+
+
 def unpack(words: Array, bits: int) -> npt.NDArray[np.uint8]:
     """Unsigned codes of int32 words [n, m], [n, m * 32 / bits]: the lowest bits are the first code."""
     bytes_ = np.ascontiguousarray(words).astype("<i4", copy=False).view(np.uint8)
@@ -343,6 +384,7 @@ LAYOUTS: dict[str, tuple[type[QuantizedWeight], ...]] = {
     "awq": (AwqWeight,),
     "gptq": (GptqWeight,),
     "compressed-tensors": (CompressedWeight, ScaledWeight),
+    "gguf": (GgufWeight,),
 }
 """Per method of quantization_config, the layouts that its matrices may have."""
 

@@ -10,21 +10,16 @@ import os
 import warnings
 from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 from qwenrt.plugins import ConfigError, QwenrtWarning
 from qwenrt.plugins.schema import PAGED_ATTENTION
 from qwenrt.runtime.engine_dir import EngineDir, EngineManifest, Limits, ModelSpec, write_engine_dir
 from qwenrt.runtime.lora import LoraAdapter
-from qwenrt.runtime.text.chat_template import ChatTemplate
-from qwenrt.runtime.text.tokenizer import Tokenizer
 
-from .checkpoint import expected_shapes, open_checkpoint
+from .checkpoint import expected_shapes
 from .config import MAX_POSITIONS, ModelConfig
-from .folder import plain_file
-from .hub import local_checkpoint
-from .json_fields import read_json_object
+from .source import source_of
 from .tensorrt.plans import Notice, Progress, add_plans, plan_capabilities
 
 _LOWERINGS = {"onnxruntime": ".lower.onnxruntime", "tensorrt": ".lower.tensorrt", "tensorrt-rtx": ".lower.tensorrt"}
@@ -32,8 +27,6 @@ TARGETS = tuple(_LOWERINGS)
 _MAX_BLOCK_SIZE = 1024
 _MAX_STEP = 1 << 20
 _MAX_ROPE_ELEMENTS = 1 << 28
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
-_OPTIONAL_FILES = ("chat_template.jinja", "generation_config.json")
 
 
 def export(
@@ -55,7 +48,7 @@ def export(
     progress: Progress | None = None,
     notice: Notice | None = None,
 ) -> EngineDir:
-    """Write the engine folder `out` for a checkpoint, a folder or a hub id, and return it.
+    """Write the engine folder `out` for a checkpoint, a folder, a hub id or a GGUF file, and return it.
 
     target: onnxruntime computes on the CPU; tensorrt also gives a plan for the GPU in this machine, tensorrt-rtx plans for
     `compute_capabilities` (8.9 and 12.0 by default), whatever is in it. dtype: what is computed in: float32 on the CPU, bfloat16
@@ -80,16 +73,16 @@ def export(
     _integer("block_size", block_size, _MAX_BLOCK_SIZE)
     report = progress or _silent
     report("reading the checkpoint", 0, 1)
-    config = ModelConfig.from_dir(local_checkpoint(model, weights=False))
+    source = source_of(model)
+    config = source.config
     if config.experts is not None and target != "onnxruntime":
         raise ConfigError(f"a mixture of experts is not built for {target} yet; take target onnxruntime")
     limits = _limits(config, max_model_len, max_num_seqs, max_num_batched_tokens)
-    folder = local_checkpoint(model, weights=True)
-    checkpoint = open_checkpoint(folder)
+    checkpoint = source.checkpoint()
     checkpoint.check(config)
     if lora is not None:
         checkpoint.merge(LoraAdapter.from_dir(lora), config)
-    texts = _text_files(folder)
+    texts = source.texts()
     manifest = EngineManifest(
         producer=_producer(),
         target=target,
@@ -108,9 +101,9 @@ def export(
         # Torch is imported once the checkpoint and the place are known to be good.
         build = _load(".build")
         with _disk_errors(out):
-            build.write_model(writer.path, config, checkpoint, manifest, report)
             for name, data in texts.items():
                 (writer.path / name).write_bytes(data)
+            build.write_model(writer.path, config, checkpoint, manifest, report)
             report("sealing", 0, 1)
             engine = writer.seal(manifest)
             report("sealing", 1, 1)
@@ -201,19 +194,6 @@ def model_spec(config: ModelConfig) -> ModelSpec:
         num_parameters=parameters,
         num_active_parameters=parameters - idle,
     )
-
-
-def _text_files(folder: Path) -> dict[str, bytes]:
-    """What the engine folder takes over from the checkpoint as it is, by file name; the tokenizer is required."""
-    names = [name for name in _OPTIONAL_FILES if os.path.lexists(folder / name)]
-    files = {name: plain_file(folder, name) for name in (*_TOKENIZER_FILES, *names)}
-    for name, path in files.items():
-        if name.endswith(".json"):
-            read_json_object(path)
-    # What a runtime would refuse to load is refused here.
-    Tokenizer.from_dir(folder)
-    ChatTemplate.from_dir(folder)
-    return {name: path.read_bytes() for name, path in files.items()}
 
 
 def _producer() -> str:

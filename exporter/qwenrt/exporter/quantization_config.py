@@ -21,7 +21,8 @@ _MAX_GROUP = 1 << 20
 class Quantization:
     """A method and its parameters; those that a method does not have keep their defaults.
 
-    Which matrices are quantised, the tensors of the checkpoint say. `bits` is the width of a code, `group_size` the number of
+    Which matrices are quantised, the tensors of the checkpoint say. `bits` is the width of a code (0: each
+    tensor has its own), `group_size` the number of
     columns that share a scale (0: all), `block` the rows and columns that share one where scales are for blocks, `zero_offset`
     what GPTQ takes off the zero points that it stores.
     """
@@ -53,8 +54,9 @@ class Quantization:
         return read[method](fields)
 
     def __str__(self) -> str:
+        bits = f", {self.bits} bits" if self.bits else ""
         groups = f", groups of {self.group_size}" if self.group_size else ""
-        return f"{self.method}, {self.bits} bits{groups}"
+        return self.method + bits + groups
 
 
 def _fp8(fields: Fields) -> Quantization:

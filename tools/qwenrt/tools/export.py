@@ -67,8 +67,8 @@ _DEFAULTS = {name: parameter.default for name, parameter in signature(export).pa
 def command(model: str, out: Path, force: bool, **options: Any) -> None:
     """Turn a checkpoint into an engine folder.
 
-    MODEL is a folder with a Qwen3 checkpoint (config.json, safetensors, tokenizer), or the name of one on the Hugging Face hub.
-    OUT appears only once it is complete. Prints the folder.
+    MODEL is a folder with a Qwen3 checkpoint (config.json, safetensors, tokenizer), the name of one on the Hugging Face hub, or a
+    GGUF file. OUT appears only once it is complete. Prints the folder.
 
     Target tensorrt builds a plan for the GPU in this machine. Where TensorRT or the GPU is missing the folder has all but the
     plan, which `qwenrt build` makes from it on another machine. Target tensorrt-rtx builds plans on any machine.
@@ -77,6 +77,7 @@ def command(model: str, out: Path, force: bool, **options: Any) -> None:
     Examples:
       qwenrt export ./Qwen3-0.6B engines/qwen3-0.6b
       qwenrt export Qwen/Qwen3-0.6B engines/qwen3-0.6b --max-model-len 4096
+      qwenrt export ./Qwen3-0.6B-Q8_0.gguf engines/qwen3-0.6b --weights int8
       qwenrt export ./Qwen3-0.6B engines/small-cache --kv-dtype float16 --force
       qwenrt export ./Qwen3-0.6B engines/tuned --lora ./adapter
       qwenrt export ./Qwen3-0.6B engines/gpu --target tensorrt

@@ -15,9 +15,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from qwenrt.exporter.checkpoint import open_checkpoint
-from qwenrt.exporter.config import ModelConfig
 from qwenrt.exporter.export import model_spec
+from qwenrt.exporter.source import source_of
 from qwenrt.plugins import ConfigError
 from qwenrt.runtime.engine_dir import MANIFEST_NAME, EngineManifest, FileEntry, sha256_of
 
@@ -36,8 +35,8 @@ _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 def command(path: Path, as_json: bool, verify: bool) -> None:
     """Show what an engine folder or a checkpoint holds.
 
-    Architecture, parameters, dtypes, sizes, limits, the KV cache's bytes per token, and each file's state. The exit status is 1
-    if a file is missing or wrong.
+    A checkpoint is a folder or a GGUF file. Architecture, parameters, dtypes, sizes, limits, the KV cache's bytes per token, and
+    each file's state. The exit status is 1 if a file is missing or wrong.
 
     \b
     Examples:
@@ -45,12 +44,12 @@ def command(path: Path, as_json: bool, verify: bool) -> None:
       qwenrt inspect engines/qwen3-0.6b --verify
       qwenrt inspect ./Qwen3-0.6B --json
     """
-    if not path.is_dir():
-        raise ConfigError(f"{path} is no folder; give an engine folder or a checkpoint")
+    if not path.exists():
+        raise ConfigError(f"{path} does not exist; give an engine folder or a checkpoint")
     with spinner(f"reading {path}") as line:
         if (path / MANIFEST_NAME).is_file():
             report = inspect_engine(path, verify=verify, progress=line.update)
-        elif (path / "config.json").is_file():
+        elif path.is_file() or (path / "config.json").is_file():
             report = inspect_checkpoint(path)
         else:
             raise ConfigError(
@@ -101,8 +100,8 @@ def _engine_file_state(path: Path, entry: FileEntry, verify: bool) -> str:
 
 def inspect_checkpoint(path: Path) -> dict[str, Any]:
     """The report on a checkpoint, for float32 K and V; raises ConfigError if its config or its weights cannot be read."""
-    config = ModelConfig.from_dir(path)
-    checkpoint = open_checkpoint(path)
+    source = source_of(path)
+    config, checkpoint = source.config, source.checkpoint()
     checkpoint.check(config)
     dtypes: Counter[str] = Counter()
     weight_files: Counter[str] = Counter()
@@ -110,8 +109,9 @@ def inspect_checkpoint(path: Path) -> dict[str, Any]:
         dtypes[info.dtype] += info.end - info.start
         weight_files[info.file.name] += 1
     files = []
-    for name in sorted({"tokenizer.json", "tokenizer_config.json"} | {entry.name for entry in path.iterdir()}):
-        file = path / name
+    folder, names = (path.parent, {path.name}) if path.is_file() else (path, {entry.name for entry in path.iterdir()})
+    for name in sorted(names if path.is_file() else names | {"tokenizer.json", "tokenizer_config.json"}):
+        file = folder / name
         if name in weight_files:
             state = f"ok ({weight_files[name]} tensors)"
         elif not file.exists():
