@@ -74,9 +74,8 @@ int qwenrt_mixture_of_experts(const QwenrtMixtureOfExperts* op, int threads, cha
     check_size("hidden", op->hidden);
     check_size("inner", op->inner);
     check_size("num_experts", op->num_experts);
-    qwenrt::run_mixture_of_experts({op->x, op->router_logits, op->gate_up, op->down, op->y, op->tokens, op->hidden, op->inner,
-                                    op->num_experts, op->top_k, op->norm_topk_prob != 0,
-                                    static_cast<qwenrt::ElementType>(op->weight_type)},
+    qwenrt::run_mixture_of_experts({op->x, op->router_logits, weight_of(op->gate_up), weight_of(op->down), op->y, op->tokens,
+                                    op->hidden, op->inner, op->num_experts, op->top_k, op->norm_topk_prob != 0},
                                    qwenrt::thread_pool(threads));
   };
   return guarded(run, error, error_size);

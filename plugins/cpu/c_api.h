@@ -73,16 +73,15 @@ struct QwenrtEmbedding {
 struct QwenrtMixtureOfExperts {
   const float* x;             /* [tokens, hidden] */
   const float* router_logits; /* [tokens, num_experts] */
-  const void* gate_up;        /* [num_experts * 2 * inner, hidden] */
-  const void* down;           /* [num_experts * hidden, inner] */
-  float* y;                   /* out: [tokens, hidden] */
+  struct QwenrtWeight gate_up; /* [num_experts * 2 * inner, hidden] */
+  struct QwenrtWeight down;    /* [num_experts * hidden, inner], of the same type */
+  float* y;                    /* out: [tokens, hidden] */
   int64_t tokens;
   int64_t hidden;
   int64_t inner;
   int64_t num_experts;
   int64_t top_k;
   int32_t norm_topk_prob;
-  int32_t weight_type; /* any of QwenrtElementType, of both matrices */
 };
 
 #if defined(__GNUC__)

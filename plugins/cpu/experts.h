@@ -3,16 +3,16 @@
 
 #include <cstdint>
 
-#include "element_type.h"
+#include "linear.h"
 
 namespace qwenrt {
 
-// Row-major and dense. Experts' matrices lie one below the other.
+// Row-major and dense. Experts' matrices lie one below the other; of integers, each fills whole panels.
 struct MixtureOfExperts {
   const float* x;       // [tokens, hidden]
   const float* router;  // [tokens, num_experts]: logits
-  const void* gate_up;  // [num_experts * 2 * inner, hidden]: of each expert gate, then up
-  const void* down;     // [num_experts * hidden, inner]
+  Weight gate_up;       // [num_experts * 2 * inner, hidden]: of each expert gate, then up
+  Weight down;          // [num_experts * hidden, inner]
   float* y;             // [tokens, hidden]
   int64_t tokens;
   int64_t hidden;
@@ -20,7 +20,6 @@ struct MixtureOfExperts {
   int64_t num_experts;
   int64_t top_k;
   bool norm_topk_prob;
-  ElementType weight_type;
 };
 
 }  // namespace qwenrt

@@ -159,9 +159,10 @@ struct Units {
   const int8_t *left, *right;
 };
 
-// Two panels by one or two tiles of rows: tiles 0 to 3 are sums, 4 and 5 rows of x, 6 and 7 columns of the panels, which units(k) gives.
+// Two panels, or one twice unless `both`, by one or two tiles of rows: tiles 0 to 3 are sums, 4 and 5 rows of x, 6 and 7 columns of the
+// panels, which units(k) gives.
 template <bool TwoTiles, class GetUnits>
-void multiply_tiles(const Linear& op, const RoundedRows& x, int64_t row, int64_t panel, const GetUnits& units) {
+void multiply_tiles(const Linear& op, const RoundedRows& x, int64_t row, int64_t panel, bool both, const GetUnits& units) {
   const int8_t* values = x.values + row * x.stride;
   const int64_t stride = x.stride;
   _tile_zero(0);
@@ -184,7 +185,6 @@ void multiply_tiles(const Linear& op, const RoundedRows& x, int64_t row, int64_t
     }
   }
   alignas(64) int32_t sums[4][kTile * kPanelWidth];
-  const bool both = panel + 1 < op.weight.panels();
   _tile_stored(0, sums[0], kQuadBytes);
   _tile_stored(1, sums[1], kQuadBytes);
   write_tile(op, x, row, panel, sums[0]);
@@ -198,11 +198,11 @@ void multiply_tiles(const Linear& op, const RoundedRows& x, int64_t row, int64_t
 }
 
 template <class GetUnits>
-void multiply_two_panels(const Linear& op, const RoundedRows& x, int64_t row, int64_t panel, const GetUnits& units) {
+void multiply_two_panels(const Linear& op, const RoundedRows& x, int64_t row, int64_t panel, bool both, const GetUnits& units) {
   if (row + kTile < op.rows) {
-    multiply_tiles<true>(op, x, row, panel, units);
+    multiply_tiles<true>(op, x, row, panel, both, units);
   } else {
-    multiply_tiles<false>(op, x, row, panel, units);
+    multiply_tiles<false>(op, x, row, panel, both, units);
   }
 }
 
@@ -214,7 +214,7 @@ void widening_tiles(const Linear& op, const RoundedRows& x, int64_t first, int64
   alignas(64) int8_t ring[2][2][kUnitBytes];
   for (int64_t panel = first; panel < last; panel += 2) {
     const int64_t right = panel + 1 < last ? panel + 1 : panel;
-    multiply_two_panels(op, x, 0, panel, [&](int64_t k) -> Units {
+    multiply_two_panels(op, x, 0, panel, right != panel, [&](int64_t k) -> Units {
       auto& units = ring[k / kDepthUnit % 2];
       widen_unit(op.weight, panel, k, units[0]);
       widen_unit(op.weight, right, k, units[1]);
@@ -237,7 +237,7 @@ void cached_tiles(const Linear& op, const RoundedRows& x, int64_t first, int64_t
     for (int64_t panel = first; panel < last; panel += 2) {
       const int8_t* left = panels + (panel - first) * bytes;
       const int8_t* right = panel + 1 < last ? left + bytes : left;
-      multiply_two_panels(op, x, row, panel, [&](int64_t k) -> Units { return {left + k * kPanelWidth, right + k * kPanelWidth}; });
+      multiply_two_panels(op, x, row, panel, right != left, [&](int64_t k) -> Units { return {left + k * kPanelWidth, right + k * kPanelWidth}; });
     }
   }
 }

@@ -33,6 +33,19 @@ struct Weight {
   const int8_t* panel(int64_t i) const { return static_cast<const int8_t*>(data) + i * panel_bytes(); }
   const uint8_t* pairs(int64_t i) const { return static_cast<const uint8_t*>(data) + i * panel_bytes(); }
   const uint8_t* panel_groups(int64_t i) const { return groups + i * num_groups() * kPanelWidth; }
+
+  // Rows [first, first + count); of integers, `first` is a multiple of a panel's width.
+  Weight part(int64_t first, int64_t count) const {
+    Weight rows = *this;
+    rows.width = count;
+    if (is_integer()) {
+      rows.data = panel(first / kPanelWidth), rows.scale = scale + first;
+      if (groups != nullptr) rows.groups = panel_groups(first / kPanelWidth);
+    } else {
+      rows.data = static_cast<const char*>(data) + first * depth * (type == ElementType::kFloat32 ? 4 : 2);
+    }
+    return rows;
+  }
 };
 
 // A row of y has the same bits whatever other rows are computed with it: with float weights each sum runs in one order that
@@ -63,6 +76,19 @@ struct RoundedRows {
   int32_t* group_sums;  // [rows, num_groups]: of the values that meet a group of 4-bit weights
   int64_t stride;
   int64_t num_groups;
+
+  RoundedRows from(int64_t row) const {
+    return {values + row * stride, scale + row, sum + row, group_sums + row * num_groups, stride, num_groups};
+  }
+  // What `rows` rows take, aligned to an int32.
+  static int64_t bytes(int64_t rows, int64_t stride, int64_t num_groups) {
+    return rows * (stride + (2 + num_groups) * static_cast<int64_t>(sizeof(int32_t)));
+  }
+  static RoundedRows in(int8_t* memory, int64_t rows, int64_t stride, int64_t num_groups) {
+    float* scale = reinterpret_cast<float*>(memory + rows * stride);
+    int32_t* sum = reinterpret_cast<int32_t*>(scale + rows);
+    return {memory, scale, sum, sum + rows, stride, num_groups};
+  }
 };
 
 }  // namespace qwenrt

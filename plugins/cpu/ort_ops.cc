@@ -1,6 +1,7 @@
 // The ops as ONNX Runtime's custom ops: one OrtCustomOp per combination of element types.
 #include <onnxruntime_c_api.h>
 
+#include <algorithm>
 #include <exception>
 #include <memory>
 #include <string>
@@ -197,7 +198,7 @@ class PagedAttentionKernel {
   qwenrt::PagedAttention op_{};
 };
 
-// The weight of Linear or Embedding, with what belongs to it where it is of integers; `depth` is what a float weight must have.
+// A weight of Linear, Embedding or MixtureOfExperts, with what belongs to it where it is of integers; `depth` is what a float weight must have.
 qwenrt::Weight weight_of(const OrtKernelContext* context, ElementType type, const char* const* names, size_t index, size_t scale_index,
                          size_t groups_index, int64_t depth) {
   const Tensor tensor = input(context, index, names[index]);
@@ -260,21 +261,28 @@ class MixtureOfExpertsKernel {
 
   void compute(OrtKernelContext* context) const {
     using namespace qwenrt::ops::mixture_of_experts;
-    std::vector<Tensor> in;
-    for (size_t i = 0; i < kNumInputs; ++i) in.push_back(input(context, i, kInputNames[i]));
-    for (const Tensor& tensor : in) tensor.expect_rank(2);
-    const int64_t tokens = in[kX].shape[0], hidden = in[kX].shape[1], experts = in[kRouterLogits].shape[1];
-    const int64_t inner = in[kDown].shape[1];
-    in[kRouterLogits].expect_shape({tokens, experts});
-    in[kGateUp].expect_shape({experts * 2 * inner, hidden});
-    in[kDown].expect_shape({experts * hidden, inner});
+    const Tensor x = input(context, kX, kInputNames[kX]), router = input(context, kRouterLogits, kInputNames[kRouterLogits]);
+    x.expect_rank(2);
+    router.expect_rank(2);
+    const int64_t tokens = x.shape[0], hidden = x.shape[1], experts = router.shape[1];
+    router.expect_shape({tokens, experts});
+    const qwenrt::Weight gate_up = weight_of(context, weight_type_, kInputNames, kGateUp, kGateUpScale, kGateUpGroups, hidden);
+    const int64_t pairs = std::max(int64_t{1}, 2 * experts), inner = gate_up.width / pairs;
+    expect_width("gate_up", gate_up.width, pairs * inner);
+    const qwenrt::Weight down = weight_of(context, weight_type_, kInputNames, kDown, kDownScale, kDownGroups, inner);
+    expect_width("down", down.width, experts * hidden);
     float* y = static_cast<float*>(output(context, kY, {tokens, hidden}));
-    qwenrt::run_mixture_of_experts({in[kX].as<float>(), in[kRouterLogits].as<float>(), in[kGateUp].data, in[kDown].data, y,
-                                    tokens, hidden, inner, experts, top_k_, norm_topk_prob_, weight_type_},
+    qwenrt::run_mixture_of_experts({x.as<float>(), router.as<float>(), gate_up, down, y, tokens, hidden, inner, experts, top_k_,
+                                    norm_topk_prob_},
                                    threads_of(context));
   }
 
  private:
+  static void expect_width(const char* name, int64_t rows, int64_t expected) {
+    if (rows != expected)
+      throw InvalidArgument(std::string(name) + " has " + std::to_string(rows) + " rows, expected " + std::to_string(expected));
+  }
+
   int64_t top_k_;
   bool norm_topk_prob_;
   ElementType weight_type_;
@@ -369,11 +377,11 @@ std::vector<CustomOp> make_ops() {
     const auto weight = static_cast<ONNXTensorElementDataType>(type);
     ops.push_back(custom_op<EmbeddingKernel>(kName, kVersion, {kInt, weight, kFloat, kByte}, kScale, {kFloat}, type));
   }
-  for (const ElementType type : {ElementType::kFloat32, ElementType::kFloat16, ElementType::kBFloat16}) {
+  for (const ElementType type : {ElementType::kFloat32, ElementType::kFloat16, ElementType::kBFloat16, ElementType::kInt8, ElementType::kUint8}) {
     using namespace qwenrt::ops::mixture_of_experts;
     const auto weight = static_cast<ONNXTensorElementDataType>(type);
-    ops.push_back(
-        custom_op<MixtureOfExpertsKernel>(kName, kVersion, {kFloat, kFloat, weight, weight}, kNumInputs, {kFloat}, type));
+    ops.push_back(custom_op<MixtureOfExpertsKernel>(kName, kVersion, {kFloat, kFloat, weight, weight, kFloat, kFloat, kByte, kByte},
+                                                    kGateUpScale, {kFloat}, type));
   }
   return ops;
 }

@@ -25,6 +25,9 @@ struct Parallel {
 // Throws InvalidArgument for what no call could make right.
 void check_attributes(const PagedAttention& op);
 
+// Throws InvalidArgument unless it is a weight for `depth` columns: integers, or where they are allowed floats.
+void check_weight(const Weight& weight, int64_t depth, bool floats);
+
 // Throw InvalidArgument before anything is written. The sizes in `op` must be the true sizes of its tensors.
 void run_paged_attention(const PagedAttention& op, const Parallel& parallel);
 void run_linear(const Linear& op, const Parallel& parallel);

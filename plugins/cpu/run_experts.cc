@@ -7,6 +7,7 @@
 
 #include "isa.h"
 #include "run.h"
+#include "scratch.h"
 
 namespace qwenrt {
 namespace {
@@ -86,69 +87,104 @@ std::vector<Batch> make_batches(const MixtureOfExperts& op, const Routing& routi
   return batches;
 }
 
+// The memory of a batch's rows, and their way through the experts.
 class Experts {
  public:
   Experts(const MixtureOfExperts& op, const Routing& routing, int64_t rows, const Parallel& parallel)
-      : op_(op), routing_(routing), parallel_(parallel), kernels_(isa()) {
-    const int64_t floats = rows * (op.hidden + 3 * op.inner);
-    memory_.reset(new float[static_cast<size_t>(floats)]);
-    x_ = memory_.get(), gate_up_ = x_ + rows * op.hidden, inner_ = gate_up_ + rows * 2 * op.inner;
+      : op_(op), routing_(routing), parallel_(parallel), kernels_(isa()), integers_(op.gate_up.is_integer()) {
+    const int64_t x_floats = rows * op.hidden;
+    floats_.reset(new float[static_cast<size_t>(x_floats + rows * 3 * op.inner)]);
+    x_ = floats_.get(), gate_up_ = x_ + x_floats, inner_ = gate_up_ + rows * 2 * op.inner;
+    if (!integers_) return;
+    const int64_t most = rows + kRowsUnit;
+    const int64_t x_bytes = rounded_bytes(most, op.gate_up);
+    bytes_.reset(new int8_t[static_cast<size_t>(x_bytes + rounded_bytes(most, op.down))]);
+    rounded_x_ = RoundedRows::in(bytes_.get(), most, op.gate_up.depth, op.gate_up.num_groups());
+    rounded_inner_ = RoundedRows::in(bytes_.get() + x_bytes, most, op.down.depth, op.down.num_groups());
   }
 
   void run(const Batch& batch) {
     gather(batch);
     up(batch);
+    if (integers_) round_inner(batch);
     down(batch);
   }
 
  private:
-  // The product of an expert's rows with its `width` rows of `weight`; `base` is where the batch begins.
-  Linear product(int64_t base, int64_t expert, const float* x, const void* weight, float* y, int64_t depth, int64_t width) const {
-    const int64_t item = op_.weight_type == ElementType::kFloat32 ? 4 : 2;
-    const int64_t row = routing_.start[static_cast<size_t>(expert)] - base;
-    const char* own = static_cast<const char*>(weight) + expert * width * depth * item;
-    Linear product{};
-    product.x = x + row * depth, product.y = y + row * width;
-    product.rows = routing_.rows(expert), product.depth = depth;
-    product.weight.data = own, product.weight.type = op_.weight_type;
-    product.weight.width = width, product.weight.depth = depth;
-    return product;
+  // A multiple of 64, as integer weights' depth is.
+  static int64_t rounded_bytes(int64_t rows, const Weight& weight) {
+    return (RoundedRows::bytes(rows, weight.depth, weight.num_groups()) + 63) / 64 * 64;
+  }
+
+  // The product of an expert's rows with its part of `weight`; `base` is where the batch begins.
+  Linear product(int64_t base, int64_t expert, const float* x, const Weight& weight, float* y, int64_t depth) const {
+    const int64_t row = row_of(base, expert), width = weight.width / op_.num_experts;
+    return {x + row * depth, weight.part(expert * width, width), nullptr, y + row * width, routing_.rows(expert), depth};
+  }
+
+  int64_t row_of(int64_t base, int64_t expert) const { return routing_.start[static_cast<size_t>(expert)] - base; }
+
+  // y of columns [first, last) of a product; `x` are its rows rounded, for integers, of which first is the start of a panel.
+  void multiply(const Linear& product, const RoundedRows& x, int64_t first, int64_t last, int8_t* scratch) const {
+    if (integers_) {
+      kernels_.integer_panels(product, x, first / kPanelWidth, (last + kPanelWidth - 1) / kPanelWidth, scratch);
+    } else {
+      kernels_.linear_columns(product, first, last);
+    }
+  }
+
+  int64_t scratch_bytes(const Weight& weight) const {
+    const Linear product{nullptr, weight, nullptr, nullptr, 0, 0};
+    return integers_ ? integer_scratch(product, kTaskColumns / kPanelWidth) : 0;
+  }
+
+  template <class Work>
+  void for_rows(int64_t rows, const Work& work) const {
+    parallel_.run((rows + kTaskRows - 1) / kTaskRows, [&](int64_t task) {
+      for (int64_t row = task * kTaskRows; row < std::min((task + 1) * kTaskRows, rows); ++row) work(row);
+    });
   }
 
   void gather(const Batch& batch) {
-    parallel_.run((batch.rows + kTaskRows - 1) / kTaskRows, [&](int64_t task) {
-      const int64_t last = std::min((task + 1) * kTaskRows, batch.rows);
-      for (int64_t row = task * kTaskRows; row < last; ++row) {
-        const int64_t token = routing_.token[static_cast<size_t>(batch.base + row)];
-        std::copy_n(op_.x + token * op_.hidden, op_.hidden, x_ + row * op_.hidden);
+    for_rows(batch.rows, [&](int64_t row) {
+      const float* x = op_.x + routing_.token[static_cast<size_t>(batch.base + row)] * op_.hidden;
+      if (integers_) {
+        kernels_.round_row(x, op_.hidden, rounded_x_, row);
+      } else {
+        std::copy_n(x, op_.hidden, x_ + row * op_.hidden);
       }
     });
   }
 
   void up(const Batch& batch) {
-    const int64_t parts = (op_.inner + kTaskColumns - 1) / kTaskColumns;
-    parallel_.run(static_cast<int64_t>(batch.experts.size()) * parts, [&](int64_t task) {
-      const int64_t expert = batch.experts[static_cast<size_t>(task / parts)];
+    const int64_t parts = (op_.inner + kTaskColumns - 1) / kTaskColumns, tasks = static_cast<int64_t>(batch.experts.size()) * parts;
+    run_with_scratch<int8_t>(parallel_, tasks, scratch_bytes(op_.gate_up), [&](int64_t task, int8_t* scratch) {
+      const int64_t expert = batch.experts[static_cast<size_t>(task / parts)], row = row_of(batch.base, expert);
       const int64_t first = task % parts * kTaskColumns, last = std::min(first + kTaskColumns, op_.inner);
-      const Linear product = this->product(batch.base, expert, x_, op_.gate_up, gate_up_, op_.hidden, 2 * op_.inner);
-      kernels_.linear_columns(product, first, last);
-      kernels_.linear_columns(product, op_.inner + first, op_.inner + last);
-      const int64_t base = routing_.start[static_cast<size_t>(expert)] - batch.base;
-      for (int64_t row = 0; row < product.rows; ++row) {
-        const float* gate = product.y + row * product.weight.width + first;
-        kernels_.swiglu(gate, gate + op_.inner, inner_ + (base + row) * op_.inner + first, last - first);
+      const Linear product = this->product(batch.base, expert, x_, op_.gate_up, gate_up_, op_.hidden);
+      const RoundedRows x = rounded_x_.from(row);
+      multiply(product, x, first, last, scratch);
+      multiply(product, x, op_.inner + first, op_.inner + last, scratch);
+      for (int64_t i = 0; i < product.rows; ++i) {
+        const float* gate = product.y + i * product.weight.width + first;
+        kernels_.swiglu(gate, gate + op_.inner, inner_ + (row + i) * op_.inner + first, last - first);
       }
     });
+  }
+
+  void round_inner(const Batch& batch) {
+    for_rows(batch.rows, [&](int64_t row) { kernels_.round_row(inner_ + row * op_.inner, op_.inner, rounded_inner_, row); });
   }
 
   // A task adds the columns of all experts, one after the other, so that each token's sum is in the order of its experts. The products
   // go where x was.
   void down(const Batch& batch) {
-    parallel_.run((op_.hidden + kTaskColumns - 1) / kTaskColumns, [&](int64_t task) {
+    const int64_t tasks = (op_.hidden + kTaskColumns - 1) / kTaskColumns;
+    run_with_scratch<int8_t>(parallel_, tasks, scratch_bytes(op_.down), [&](int64_t task, int8_t* scratch) {
       const int64_t first = task * kTaskColumns, last = std::min(first + kTaskColumns, op_.hidden);
       for (const int64_t expert : batch.experts) {
-        const Linear product = this->product(batch.base, expert, inner_, op_.down, x_, op_.inner, op_.hidden);
-        kernels_.linear_columns(product, first, last);
+        const Linear product = this->product(batch.base, expert, inner_, op_.down, x_, op_.inner);
+        multiply(product, rounded_inner_.from(row_of(batch.base, expert)), first, last, scratch);
         const int64_t start = routing_.start[static_cast<size_t>(expert)];
         for (int64_t row = 0; row < product.rows; ++row) {
           const float score = routing_.score[static_cast<size_t>(start + row)];
@@ -163,15 +199,22 @@ class Experts {
   const Routing& routing_;
   const Parallel& parallel_;
   const Isa& kernels_;
-  std::unique_ptr<float[]> memory_;
+  const bool integers_;
+  std::unique_ptr<float[]> floats_;
+  std::unique_ptr<int8_t[]> bytes_;
   float *x_, *gate_up_, *inner_;
+  RoundedRows rounded_x_{}, rounded_inner_{};
 };
 
 void check(const MixtureOfExperts& op) {
-  if (op.weight_type != ElementType::kFloat32 && op.weight_type != ElementType::kFloat16 &&
-      op.weight_type != ElementType::kBFloat16)
-    throw InvalidArgument("gate_up has element type " + std::to_string(static_cast<int32_t>(op.weight_type)) +
-                          "; it must be float32, float16 or bfloat16");
+  if (op.gate_up.type != op.down.type)
+    throw InvalidArgument("gate_up has element type " + std::to_string(static_cast<int32_t>(op.gate_up.type)) + " and down " +
+                          std::to_string(static_cast<int32_t>(op.down.type)) + "; they must have the same");
+  check_weight(op.gate_up, op.hidden, true);
+  check_weight(op.down, op.inner, true);
+  if (op.gate_up.is_integer() && (op.hidden % kPanelWidth != 0 || op.inner % kPanelWidth != 0))
+    throw InvalidArgument("experts of integers are " + std::to_string(op.inner) + " by " + std::to_string(op.hidden) +
+                          "; both must be multiples of " + std::to_string(kPanelWidth));
   if (op.top_k < 1 || op.top_k > op.num_experts)
     throw InvalidArgument("top_k is " + std::to_string(op.top_k) + "; it must be between 1 and the " +
                           std::to_string(op.num_experts) + " experts of router_logits");

@@ -13,34 +13,10 @@ constexpr int64_t kTaskColumns = 32;
 constexpr int64_t kMostTaskPanels = 16;  // lie in a second-level cache
 constexpr int64_t kSerialRows = 4;  // handing so few rows to other threads costs more than rounding them
 
-void check_type(const Weight& weight, bool floats) {
-  const bool is_float = weight.type == ElementType::kFloat32 || weight.type == ElementType::kFloat16 || weight.type == ElementType::kBFloat16;
-  if (!weight.is_integer() && !(floats && is_float))
-    throw InvalidArgument("weight has element type " + std::to_string(static_cast<int32_t>(weight.type)) + "; it must be " +
-                          (floats ? "float32, float16, bfloat16, " : "") + "int8 or uint8");
-}
-
-void check_integers(const Weight& weight, int64_t depth) {
-  if (weight.scale == nullptr) throw InvalidArgument("scale is missing; int8 and uint8 weights need it");
-  if (weight.depth > kMaxIntegerDepth || weight.depth % kDepthUnit != 0)
-    throw InvalidArgument("weight has " + std::to_string(weight.depth) + " columns; with integers it must be a multiple of " +
-                          std::to_string(kDepthUnit) + ", at most " + std::to_string(kMaxIntegerDepth));
-  if (depth < 0 || depth > weight.depth)
-    throw InvalidArgument("the depth is " + std::to_string(depth) + ", but weight has " + std::to_string(weight.depth) + " columns");
-  if (weight.type != ElementType::kUint8) return;
-  if (weight.groups == nullptr) throw InvalidArgument("groups is missing; uint8 weights need it");
-  constexpr int64_t kUnit = 2 * kQuad;
-  if (weight.group_size < kUnit || weight.group_size % kUnit != 0 || weight.depth % weight.group_size != 0)
-    throw InvalidArgument("groups are of " + std::to_string(weight.group_size) + " columns; that must be a multiple of " +
-                          std::to_string(kUnit) + " and divide weight's " + std::to_string(weight.depth));
-}
-
 RoundedRows round_rows(const Linear& op, const Isa& kernels, const Parallel& parallel) {
   const int64_t rows = (op.rows + kRowsUnit - 1) / kRowsUnit * kRowsUnit, stride = op.weight.depth, groups = op.weight.num_groups();
-  int8_t* values = thread_scratch<RoundedRows>(rows * (stride + (2 + groups) * static_cast<int64_t>(sizeof(int32_t))));
-  float* scale = reinterpret_cast<float*>(values + rows * stride);
-  int32_t* sum = reinterpret_cast<int32_t*>(scale + rows);
-  const RoundedRows x{values, scale, sum, sum + rows, stride, groups};
+  int8_t* memory = thread_scratch<RoundedRows>(RoundedRows::bytes(rows, stride, groups));
+  const RoundedRows x = RoundedRows::in(memory, rows, stride, groups);
   const auto round = [&](int64_t row) { kernels.round_row(op.x + row * op.depth, op.depth, x, row); };
   if (op.rows <= kSerialRows) {
     for (int64_t row = 0; row < op.rows; ++row) round(row);
@@ -63,9 +39,28 @@ void run_integer_linear(const Linear& op, const Isa& kernels, const Parallel& pa
 
 }  // namespace
 
+void check_weight(const Weight& weight, int64_t depth, bool floats) {
+  const bool is_float = weight.type == ElementType::kFloat32 || weight.type == ElementType::kFloat16 || weight.type == ElementType::kBFloat16;
+  if (!weight.is_integer() && !(floats && is_float))
+    throw InvalidArgument("weight has element type " + std::to_string(static_cast<int32_t>(weight.type)) + "; it must be " +
+                          (floats ? "float32, float16, bfloat16, " : "") + "int8 or uint8");
+  if (!weight.is_integer()) return;
+  if (weight.scale == nullptr) throw InvalidArgument("scale is missing; int8 and uint8 weights need it");
+  if (weight.depth > kMaxIntegerDepth || weight.depth % kDepthUnit != 0)
+    throw InvalidArgument("weight has " + std::to_string(weight.depth) + " columns; with integers it must be a multiple of " +
+                          std::to_string(kDepthUnit) + ", at most " + std::to_string(kMaxIntegerDepth));
+  if (depth < 0 || depth > weight.depth)
+    throw InvalidArgument("the depth is " + std::to_string(depth) + ", but weight has " + std::to_string(weight.depth) + " columns");
+  if (weight.type != ElementType::kUint8) return;
+  if (weight.groups == nullptr) throw InvalidArgument("groups is missing; uint8 weights need it");
+  constexpr int64_t kUnit = 2 * kQuad;
+  if (weight.group_size < kUnit || weight.group_size % kUnit != 0 || weight.depth % weight.group_size != 0)
+    throw InvalidArgument("groups are of " + std::to_string(weight.group_size) + " columns; that must be a multiple of " +
+                          std::to_string(kUnit) + " and divide weight's " + std::to_string(weight.depth));
+}
+
 void run_linear(const Linear& op, const Parallel& parallel) {
-  check_type(op.weight, true);
-  if (op.weight.is_integer()) check_integers(op.weight, op.depth);
+  check_weight(op.weight, op.depth, true);
   if (op.rows == 0 || op.weight.width == 0) return;
   const Isa& kernels = isa();
   if (op.weight.is_integer()) return run_integer_linear(op, kernels, parallel);
@@ -78,8 +73,7 @@ void run_linear(const Linear& op, const Parallel& parallel) {
 
 void run_embedding(const Embedding& op) {
   const Weight& weight = op.weight;
-  check_type(weight, false);
-  check_integers(weight, op.depth);
+  check_weight(weight, op.depth, false);
   for (int64_t row = 0; row < op.rows; ++row)
     if (op.ids[row] < 0 || op.ids[row] >= weight.width)
       throw InvalidArgument("ids[" + std::to_string(row) + "] is " + std::to_string(op.ids[row]) + ", but weight has " +

@@ -174,9 +174,11 @@ void mixture_of_experts(int32_t weight_type) {
     for (int64_t i = pick(1, 3); i > 0; --i) router[pick(0, router.count - 1)] = values[pick(0, 2)];
   }
   const int64_t top_k = valid || chance(50) ? pick(1, experts) : pick(-2, 2) * (experts + 1);
-  const QwenrtMixtureOfExperts op{x.data.get(), router.data.get(), gate_up.data.get(), down.data.get(), y.data.get(), tokens,
-                                  hidden,       inner,             experts,            top_k,           chance(50),   weight_type};
-  char error[100];
+  const QwenrtWeight gate_ups{gate_up.data.get(), nullptr, nullptr, experts * 2 * inner, hidden, 0, weight_type};
+  const QwenrtWeight downs{down.data.get(), nullptr, nullptr, experts * hidden, inner, 0, weight_type};
+  const QwenrtMixtureOfExperts op{x.data.get(), router.data.get(), gate_ups, downs, y.data.get(), tokens,
+                                  hidden,       inner,             experts,  top_k, chance(50)};
+  char error[200];
   if (qwenrt_mixture_of_experts(&op, static_cast<int>(pick(1, 4)), error, sizeof error) != 0) {
     if (top_k >= 1 && top_k <= experts) fail("MixtureOfExperts was refused", error);
     return;
@@ -184,6 +186,39 @@ void mixture_of_experts(int32_t weight_type) {
   if (top_k < 1 || top_k > experts) fail("MixtureOfExperts took", "a wrong top_k");
   for (int64_t i = 0; i < y.count; ++i)
     if (valid && !std::isfinite(y[i])) fail("y is not finite", "");
+}
+
+// A weight of any bytes in panels, 4-bit pairs or int8.
+struct Panels {
+  Buffer<uint8_t> codes, groups;
+  Buffer<float> scale;
+  QwenrtWeight weight;
+
+  Panels(int64_t width, int64_t depth, bool pairs, int64_t group_size)
+      : Panels(width, (depth + unit(group_size) - 1) / unit(group_size) * unit(group_size), pairs, group_size, 0) {}
+
+ private:
+  static int64_t unit(int64_t group_size) { return std::max(int64_t{64}, group_size); }
+  Panels(int64_t width, int64_t filled, bool pairs, int64_t group_size, int)
+      : codes((width + 15) / 16 * filled * 16 / (pairs ? 2 : 1)), groups(pairs ? (width + 15) / 16 * filled / group_size * 16 : 0), scale(width) {
+    fill(scale);
+    for (Buffer<uint8_t>* buffer : {&codes, &groups})
+      for (int64_t i = 0; i < buffer->count; ++i) (*buffer)[i] = static_cast<uint8_t>(pick(0, 255));
+    weight = {codes.data.get(), scale.data.get(), groups.data.get(), width, filled, group_size, pairs ? QWENRT_UINT8 : QWENRT_INT8};
+  }
+};
+
+void integer_experts(bool pairs) {
+  const int64_t tokens = chance(10) ? pick(1000, 1100) : pick(0, 40), hidden = pick(0, 70), inner = pick(0, 70), experts = pick(1, 9);
+  const int64_t group_size = pairs ? int64_t{8} << pick(0, 4) : 0;
+  const bool valid = hidden % 16 == 0 && inner % 16 == 0;
+  Buffer<float> x(tokens * hidden), router(tokens * experts), y(tokens * hidden);
+  fill(x), fill(router);
+  const Panels gate_up(experts * 2 * inner, hidden, pairs, group_size), down(experts * hidden, inner, pairs, group_size);
+  const QwenrtMixtureOfExperts op{x.data.get(), router.data.get(), gate_up.weight, down.weight, y.data.get(), tokens,
+                                  hidden,       inner,             experts,        pick(1, experts), chance(50)};
+  char error[200] = "";
+  if ((qwenrt_mixture_of_experts(&op, static_cast<int>(pick(1, 4)), error, sizeof error) == 0) != valid) fail("integer experts", error);
 }
 
 // Linear and Embedding over the same panels of any bytes.
@@ -246,6 +281,7 @@ int main(int argc, char** argv) {
         break;
       case 2:
         integer_weights(chance(50));
+        integer_experts(chance(50));
         break;
       default:
         paged_attention<float>(QWENRT_FLOAT32, std::numeric_limits<float>::quiet_NaN(), refused);

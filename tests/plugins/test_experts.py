@@ -12,8 +12,11 @@ import numpy.typing as npt
 import pytest
 
 from qwenrt.plugins import reference
+from qwenrt.plugins.schema import MIXTURE_OF_EXPERTS
 
+from ..tolerance import relative_error
 from .ops import ONNX_TYPES, Array, isas, library, run_node, using_isa
+from .test_integer_linear import FORMATS, integer_weight
 
 
 @dataclass(frozen=True)
@@ -26,10 +29,15 @@ class Layer:
     down: Array
     top_k: int
     norm_topk_prob: int = 0
+    gate_up_scale: Array | None = None
+    down_scale: Array | None = None
+    gate_up_groups: Array | None = None
+    down_groups: Array | None = None
 
     @property
     def tensors(self) -> dict[str, Array]:
-        return {name: getattr(self, name) for name in ("x", "router_logits", "gate_up", "down")}
+        names = [value.name for value in MIXTURE_OF_EXPERTS.inputs]
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     @property
     def attributes(self) -> dict[str, int]:
@@ -62,12 +70,31 @@ def layer(
     )
 
 
+def integer_layer(
+    kind: str, tokens: int, experts: int, hidden: int, inner: int, top_k: int = 2, seed: int = 0
+) -> Layer:
+    """A layer whose matrices are of integers, scaled to about the size of `layer`'s."""
+    call = layer(tokens, experts, top_k, hidden, inner, norm=1, seed=seed)
+    gate_up, gate_up_scale, gate_up_groups = integer_weight(kind, experts * 2 * inner, hidden, seed)
+    down, down_scale, down_groups = integer_weight(kind, experts * hidden, inner, seed + 1)
+    return replace(
+        call,
+        gate_up=gate_up,
+        down=down,
+        gate_up_scale=gate_up_scale / np.float32(60 * hidden**0.5),
+        down_scale=down_scale / np.float32(60 * inner**0.5),
+        gate_up_groups=gate_up_groups,
+        down_groups=down_groups,
+    )
+
+
 def by_reference(call: Layer) -> Array:
     return reference.mixture_of_experts(**call.tensors, **call.attributes)
 
 
 def by_onnxruntime(call: Layer) -> Array:
-    return run_node("MixtureOfExperts", list(call.tensors.values()), **call.attributes)
+    inputs = [call.tensors.get(value.name) for value in MIXTURE_OF_EXPERTS.inputs]
+    return run_node("MixtureOfExperts", inputs, **call.attributes)
 
 
 def by_torch(call: Layer) -> Array:
@@ -80,31 +107,51 @@ def by_torch(call: Layer) -> Array:
             return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
         return torch.from_numpy(array)
 
-    y: Array = torch_experts.mixture_of_experts(*map(tensor, call.tensors.values()), *call.attributes.values()).numpy()
+    tensors = [tensor(call.tensors[v.name]) if v.name in call.tensors else None for v in MIXTURE_OF_EXPERTS.inputs]
+    y: Array = torch_experts.mixture_of_experts(*tensors, *call.attributes.values()).numpy()
     return y
+
+
+class Weight(ctypes.Structure):
+    """QwenrtWeight of plugins/cpu/c_api.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("data", "scale", "groups")),
+        *((name, ctypes.c_int64) for name in ("width", "depth", "group_size")),
+        ("type", ctypes.c_int32),
+    )
 
 
 class Arguments(ctypes.Structure):
     """QwenrtMixtureOfExperts of plugins/cpu/c_api.h."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("x", "router_logits", "gate_up", "down", "y")),
+        *((name, ctypes.c_void_p) for name in ("x", "router_logits")),
+        *((name, Weight) for name in ("gate_up", "down")),
+        ("y", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("tokens", "hidden", "inner", "num_experts", "top_k")),
         ("norm_topk_prob", ctypes.c_int32),
-        ("weight_type", ctypes.c_int32),
     )
 
 
+def float_weight(array: Array) -> Weight:
+    width, depth = array.shape
+    return Weight(data=array.ctypes.data, width=width, depth=depth, type=ONNX_TYPES[array.dtype])
+
+
 def by_c(call: Layer, threads: int = 1) -> Array:
+    """Matrices of floats."""
     y = np.full_like(call.x, np.nan)
     arguments = Arguments(
-        **{name: array.ctypes.data for name, array in call.tensors.items()},
+        x=call.x.ctypes.data,
+        router_logits=call.router_logits.ctypes.data,
+        gate_up=float_weight(call.gate_up),
+        down=float_weight(call.down),
         y=y.ctypes.data,
         tokens=len(call.x),
         hidden=call.x.shape[1],
         inner=call.down.shape[1],
         num_experts=call.router_logits.shape[1],
-        weight_type=ONNX_TYPES[call.down.dtype],
         **call.attributes,
     )
     error = ctypes.create_string_buffer(500)
@@ -139,6 +186,53 @@ def test_every_instruction_set_and_type(isa: str, dtype: npt.DTypeLike) -> None:
     with using_isa(isa):
         np.testing.assert_allclose(by_onnxruntime(call), by_reference(call), rtol=1e-5, atol=2e-6)
     np.testing.assert_allclose(by_torch(call), by_reference(call), rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("isa", isas())
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize(
+    ("tokens", "experts", "hidden", "inner"), [(0, 4, 16, 16), (1, 4, 64, 48), (9, 8, 144, 80), (70, 3, 208, 112)]
+)
+def test_integers_on_every_instruction_set(
+    isa: str, kind: str, tokens: int, experts: int, hidden: int, inner: int
+) -> None:
+    call = integer_layer(kind, tokens, experts, hidden, inner)
+    with using_isa(isa):
+        y = by_onnxruntime(call)
+    # An inner value that lies between two integers may be rounded to either.
+    assert relative_error(y, by_reference(call)) < 4e-3
+    assert not tokens or np.abs(y).max() > 0.1
+
+
+@pytest.mark.parametrize("isa", isas())
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_row_of_integer_experts_has_the_same_bits_whatever_else_is_computed(isa: str, kind: str) -> None:
+    call = integer_layer(kind, tokens=150, experts=6, hidden=80, inner=48, top_k=3)
+    with using_isa(isa):
+        whole = by_onnxruntime(call)
+        for rows in ([0], [149, 5], list(range(30, 90)), list(range(149, -1, -1))):
+            np.testing.assert_array_equal(by_onnxruntime(call.rows(*rows)), whole[rows])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"gate_up_scale": None}, "gate_up_scale is missing"),
+        ({"down_groups": None}, "down_groups is missing"),
+        ({"gate_up_scale": np.ones(250, np.float32)}, "gate_up has 250 rows, expected 240"),
+        ({"down_scale": np.ones(250, np.float32)}, "down has 250 rows, expected 256|down has shape"),
+    ],
+    ids=str,
+)
+def test_integer_experts_that_do_not_fit_are_named(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(Exception, match=message):
+        by_onnxruntime(replace(integer_layer("int4-32", 5, 8, 32, 16), **changes))
+
+
+@pytest.mark.parametrize(("hidden", "inner"), [(24, 16), (16, 24)])
+def test_integer_experts_fill_whole_panels(hidden: int, inner: int) -> None:
+    with pytest.raises(Exception, match=f"experts of integers are {inner} by {hidden}; both must be multiples of 16"):
+        by_onnxruntime(integer_layer("int8", 3, 2, hidden, inner))
 
 
 def shares(call: Layer) -> Array:
@@ -230,8 +324,9 @@ def test_a_row_has_the_same_bits_whatever_else_is_computed(isa: str) -> None:
         ({"top_k": 9}, "top_k is 9"),
         ({"x": np.zeros((4, 24), np.float32)}, r"router_logits has shape \[5, 8\], expected \[4, 8\]"),
         ({"x": np.zeros((5, 23), np.float32)}, r"gate_up has shape \[256, 24\], expected \[256, 23\]"),
-        ({"down": np.zeros((192, 15), np.float32)}, r"gate_up has shape \[256, 24\], expected \[240, 24\]"),
-        ({"down": np.zeros((191, 16), np.float32)}, r"down has shape \[191, 16\], expected \[192, 16\]"),
+        ({"down": np.zeros((192, 15), np.float32)}, r"down has shape \[192, 15\], expected \[192, 16\]"),
+        ({"down": np.zeros((191, 16), np.float32)}, "down has 191 rows, expected 192"),
+        ({"gate_up": np.zeros((250, 24), np.float32)}, "gate_up has 250 rows, expected 240"),
         ({"down": np.zeros(16, np.float32)}, r"down has shape \[16\], expected 2 dimensions"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -7,14 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
+from safetensors import safe_open
 
 from qwenrt.exporter import export
 from qwenrt.plugins import ConfigError, QwenrtWarning
 from qwenrt.runtime import LLM, SamplingParams
+from qwenrt.runtime.model_runner import StepInputs
 from tests import packing
 from tests.checkpoints import quantize_checkpoint, write_checkpoint
 from tests.oracle import Oracle
+from tests.tolerance import relative_error
 
 NUM_NEW = 64
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_NEW, ignore_eos=True)
@@ -129,8 +133,40 @@ def test_a_config_as_tinyllama_has_it_needs_no_head_dim(tmp_path: Path) -> None:
     check_tokens(checkpoint, tmp_path / "engine")
 
 
-def test_integer_experts_are_refused(tmp_path: Path) -> None:
-    checkpoint = write_checkpoint(tmp_path / "checkpoint", seed=1, **MOE)
-    with pytest.raises(ConfigError, match="weights is 'int8'; a mixture of experts is stored in float32"):
+def logits(llm: LLM, prompt: list[int]) -> npt.NDArray[np.float32]:
+    """Of every token of a prompt."""
+    count = len(prompt)
+    blocks = np.arange(-(-count // llm.engine.manifest.block_size), dtype=np.int32)
+    rows = np.arange(count, dtype=np.int32)
+    ends = np.array([0, count], np.int32)
+    return llm.engine.backend.execute(
+        StepInputs(np.array(prompt, np.int32), rows, blocks[None], ends[1:], ends, rows)
+    ).copy()
+
+
+@pytest.mark.parametrize(("weights", "tolerance"), [("int8", 0.05), ("int4", 0.4)])
+def test_experts_in_integers(weights: str, tolerance: float, tmp_path: Path) -> None:
+    # Every token goes to every expert: what is rounded cannot choose others.
+    experts = {"num_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 48}
+    config = {**MOE, **experts, "mlp_only_layers": [1], "tie_word_embeddings": False}
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", seed=1, num_hidden_layers=2, **config)
+    export(checkpoint, tmp_path / "plain")
+    export(checkpoint, tmp_path / "integers", weights=weights)
+    llm = LLM(tmp_path / "integers")
+    prompt = prompts(320)[2]
+    error = relative_error(logits(llm, prompt), logits(LLM(tmp_path / "plain"), prompt))
+    assert tolerance / 20 < error < tolerance
+    with safe_open(tmp_path / "integers" / "model.safetensors", "numpy") as weights_file:
+        kinds = {name: weights_file.get_slice(name).get_dtype() for name in weights_file.keys()}  # noqa: SIM118
+    assert kinds["model.layers.0.mlp.gate.weight"] == "F32"
+    assert kinds["model.layers.0.mlp.experts.down_proj"] == ("I8" if weights == "int8" else "U8")
+    together = llm.generate(prompts(320), GREEDY)
+    alone = [llm.generate(prompt, GREEDY)[0] for prompt in prompts(320)]
+    assert [output.outputs[0].token_ids for output in together] == [output.outputs[0].token_ids for output in alone]
+
+
+def test_experts_that_do_not_fill_panels_are_refused_in_integers(tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", num_hidden_layers=1, **{**MOE, "moe_intermediate_size": 40})
+    with pytest.raises(ConfigError, match="multiples of 16, not 64 and 40; store them in float32"):
         export(checkpoint, tmp_path / "engine", weights="int8")
     assert not (tmp_path / "engine").exists()

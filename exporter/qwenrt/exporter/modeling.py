@@ -123,6 +123,10 @@ class Qwen3SparseMoeBlock(nn.Module):
             self.gate(x),
             self.experts.gate_up_proj,
             self.experts.down_proj,
+            None,
+            None,
+            None,
+            None,
             self.spec.top_k,
             int(self.spec.norm_topk_prob),
         )

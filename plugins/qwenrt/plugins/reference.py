@@ -105,21 +105,46 @@ def round_rows(x: Array) -> tuple[Array, Array]:
 
 
 def mixture_of_experts(
-    x: Array, router_logits: Array, gate_up: Array, down: Array, *, top_k: int, norm_topk_prob: int
+    x: Array,
+    router_logits: Array,
+    gate_up: Array,
+    down: Array,
+    gate_up_scale: Array | None = None,
+    down_scale: Array | None = None,
+    gate_up_groups: Array | None = None,
+    down_groups: Array | None = None,
+    *,
+    top_k: int,
+    norm_topk_prob: int,
 ) -> Array:
-    """MixtureOfExperts as `schema.MIXTURE_OF_EXPERTS` has it: y [T, hidden] float32, computed in float64."""
-    num_experts = router_logits.shape[1]
-    gates = gate_up.astype(np.float64).reshape(num_experts, 2, -1, x.shape[1])
-    downs = down.astype(np.float64).reshape(num_experts, x.shape[1], -1)
+    """MixtureOfExperts as `schema.MIXTURE_OF_EXPERTS` has it: y [T, hidden] float32, computed in float64.
+
+    With integer matrices x and the inner values are rounded to int8, and come back as what they then stand for.
+    """
+    num_experts, hidden = router_logits.shape[1], x.shape[1]
+    if gate_up_scale is not None and down_scale is not None:
+        inner = len(gate_up_scale) // (2 * num_experts)
+        gate_up = _unpacked(gate_up, gate_up_groups, len(gate_up_scale), hidden) * gate_up_scale[:, None]
+        down = _unpacked(down, down_groups, len(down_scale), inner) * down_scale[:, None]
+    gates = gate_up.astype(np.float64).reshape(num_experts, 2, -1, hidden)
+    downs = down.astype(np.float64).reshape(num_experts, hidden, -1)
+    rounded = (lambda row: row) if gate_up_scale is None else _as_rounded
     y = np.zeros(x.shape)
     for token, logits in enumerate(router_logits.astype(np.float64)):
         chosen = np.argsort(-logits, kind="stable")[:top_k]
         shares = np.exp(logits - logits.max())
         shares /= shares[chosen].sum() if norm_topk_prob else shares.sum()
         for expert in chosen:
-            gate, up = gates[expert] @ x[token].astype(np.float64)
-            y[token] += shares[expert] * (downs[expert] @ (gate / (1 + np.exp(-gate)) * up))
+            gate, up = gates[expert] @ rounded(x[token].astype(np.float64))
+            y[token] += shares[expert] * (downs[expert] @ rounded(gate / (1 + np.exp(-gate)) * up))
     return y.astype(np.float32)
+
+
+def _as_rounded(row: Array) -> Array:
+    """What a row stands for once it is rounded to int8."""
+    values, scale = round_rows(row[None].astype(np.float32))
+    whole: Array = values[0].astype(np.float64) * scale[0]
+    return whole
 
 
 def rms_norm(x: Array, weight: Array, eps: float) -> Array:

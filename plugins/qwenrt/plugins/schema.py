@@ -8,6 +8,7 @@ The ONNX schema with its shape inference, the torch.library signature and a C++ 
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -173,14 +174,19 @@ MIXTURE_OF_EXPERTS = OpSpec(
         "For each token the sum, over the top_k experts with the largest router logits, of the expert's share of the softmax of "
         "all logits times its SwiGLU: down(silu(gate(x)) * up(x)). With norm_topk_prob the shares are divided by their sum. "
         "Among equal logits the lower index goes first. An expert without tokens costs nothing; a row of y does not depend, to "
-        "the last bit, on which other rows are computed with it."
+        "the last bit, on which other rows are computed with it. Integer matrices are as those of Linear, each expert in whole "
+        "panels; x and the inner values are rounded to int8 row by row."
     ),
-    types={"F": ("float",), "W": ("float", "float16", "bfloat16")},
+    types={"F": ("float",), "W": ("float", "float16", "bfloat16", "int8", "uint8"), "U": ("uint8",)},
     inputs=(
         Value("x", "F", "[T, hidden]", "tokens"),
         Value("router_logits", "F", "[T, num_experts]", "how well each expert suits each token"),
         Value("gate_up", "W", "[num_experts * 2 * inner, hidden]", "of each expert the gate's rows, then the up's"),
         Value("down", "W", "[num_experts * hidden, inner]", "the experts' down projections, one below the other"),
+        dataclasses.replace(_SCALE, name="gate_up_scale", shape="[num_experts * 2 * inner]"),
+        dataclasses.replace(_SCALE, name="down_scale", shape="[num_experts * hidden]"),
+        dataclasses.replace(_GROUPS, name="gate_up_groups"),
+        dataclasses.replace(_GROUPS, name="down_groups"),
     ),
     outputs=(Value("y", "F", "[T, hidden]", "sum over each token's experts"),),
     attributes=(

@@ -6,12 +6,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .errors import ConfigError
 from .schema import MIXTURE_OF_EXPERTS
 
 
 def _mixture_of_experts(
-    x: Tensor, router_logits: Tensor, gate_up: Tensor, down: Tensor, top_k: int, norm_topk_prob: int
+    x: Tensor,
+    router_logits: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    gate_up_scale: Tensor | None,
+    down_scale: Tensor | None,
+    gate_up_groups: Tensor | None,
+    down_groups: Tensor | None,
+    top_k: int,
+    norm_topk_prob: int,
 ) -> Tensor:
+    if gate_up_scale is not None or down_scale is not None:
+        raise ConfigError("experts of integers are not computed in PyTorch; use backend onnxruntime")
     num_experts = router_logits.shape[1]
     # A stable sort, where topk may give equal logits in any order.
     order = router_logits.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]

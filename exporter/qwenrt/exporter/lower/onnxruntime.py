@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import onnx_ir as ir
 
 from qwenrt.plugins import ConfigError
+from qwenrt.plugins.panels import PANEL_WIDTH
 from qwenrt.plugins.schema import DOMAIN, EMBEDDING, LINEAR, MIXTURE_OF_EXPERTS, register_onnx_schemas
 
 from . import Lowered
@@ -31,12 +34,11 @@ def lower(model: ir.Model, weights: str) -> Lowered:
     Every Gemm becomes a `Linear` node of ours, which reads the matrix where the file is mapped: ONNX Runtime's own kernel is fast
     only on a private packed copy, has no bfloat16, and gives a row other bits in other company. The rows that Gather looks up in
     a 16-bit embedding are cast to float32; in an integer one they are looked up by an `Embedding` node. Norms, biases and the
-    RoPE table stay float32: they are small. Raises ConfigError for integer experts, which have no kernel.
+    RoPE table stay float32: they are small. So, beside integers, do routers: what they round would choose other experts. Raises
+    ConfigError for integer experts that do not fill whole panels.
     """
     register_onnx_schemas()
     graph = model.graph
-    if weights in FORMATS and any(node.op_type == MIXTURE_OF_EXPERTS.name for node in graph):
-        raise ConfigError(f"weights is {weights!r}; a mixture of experts is stored in float32, float16 or bfloat16")
     graph.opset_imports.setdefault(DOMAIN, LINEAR.version)
     matrices = {
         name: value
@@ -48,7 +50,11 @@ def lower(model: ir.Model, weights: str) -> Lowered:
             node.op_type, node.domain, node.version = LINEAR.name, DOMAIN, LINEAR.version
             node.attributes.clear()
     if weights in FORMATS:
-        return Lowered(encodings={name: _use_panels(graph, value, weights) for name, value in matrices.items()})
+        mixtures = [node for node in graph if node.op_type == MIXTURE_OF_EXPERTS.name]
+        _check_experts(mixtures)
+        routers = {_producer_of(node.inputs[1]).inputs[1] for node in mixtures}
+        panels = {name: value for name, value in matrices.items() if value not in routers}
+        return Lowered(encodings={name: _use_panels(graph, value, weights) for name, value in panels.items()})
     stored = ir.DataType["FLOAT" if weights == "float32" else weights.upper()]
     for value in matrices.values():
         value.dtype = stored
@@ -66,7 +72,9 @@ def _use_panels(graph: ir.Graph, matrix: ir.Value, weights: str) -> Panels:
     parts = encoding.initializers()
     nodes = [node for node, _ in matrix.uses()]
     for node in nodes:
-        if node.op_type == "Gather":
+        if node.op_type == MIXTURE_OF_EXPERTS.name:
+            inputs = _expert_inputs(node, matrix, parts)
+        elif node.op_type == "Gather":
             node.op_type, node.domain, node.version = EMBEDDING.name, DOMAIN, EMBEDDING.version
             inputs = [node.inputs[1], *parts]
             node.attributes.clear()
@@ -81,6 +89,32 @@ def _use_panels(graph: ir.Graph, matrix: ir.Value, weights: str) -> Panels:
     for part in parts:
         graph.initializers.add(part)
     return encoding
+
+
+def _producer_of(value: ir.Value | None) -> ir.Node:
+    producer = None if value is None else value.producer()
+    assert producer is not None
+    return producer
+
+
+def _check_experts(nodes: Iterable[ir.Node]) -> None:
+    for node in nodes:
+        sizes = [value.shape[1] for value in node.inputs[2:4] if value is not None and value.shape is not None]
+        if any(not isinstance(size, int) or size % PANEL_WIDTH for size in sizes):
+            raise ConfigError(
+                f"experts in integers need a hidden_size and a moe_intermediate_size that are multiples of {PANEL_WIDTH}, not "
+                f"{' and '.join(map(str, sizes))}; store them in float32, float16 or bfloat16"
+            )
+
+
+def _expert_inputs(node: ir.Node, matrix: ir.Value, parts: list[ir.Value]) -> list[ir.Value | None]:
+    """The inputs of a MixtureOfExperts with one of its matrices replaced by its parts."""
+    names = [value.name for value in MIXTURE_OF_EXPERTS.inputs]
+    inputs = [*node.inputs, *[None] * (len(names) - len(node.inputs))]
+    place = next(index for index, value in enumerate(inputs) if value is matrix)
+    for suffix, part in zip(("", "_scale", "_groups"), parts, strict=False):
+        inputs[names.index(names[place] + suffix)] = part
+    return inputs
 
 
 def _cast_output(graph: ir.Graph, node: ir.Node, stored: ir.DataType) -> None:

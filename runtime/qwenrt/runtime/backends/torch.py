@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from qwenrt.plugins import ConfigError, DeviceError
+from qwenrt.plugins.schema import MIXTURE_OF_EXPERTS
 
 from ..engine_dir import EngineDir, Limits
 from ..kv_budget import KvBudget
@@ -76,6 +77,12 @@ def _linear(data: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(data, weight.to(data.dtype), bias)
 
 
+def _mixture_of_experts(*tensors: Tensor | None, **attributes: int) -> Tensor:
+    left_out = [None] * (len(MIXTURE_OF_EXPERTS.inputs) - len(tensors))
+    y: Tensor = torch_experts.mixture_of_experts(*tensors, *left_out, **attributes)
+    return y
+
+
 def _paged_attention(*tensors: Tensor, **attributes: Any) -> tuple[Tensor, Tensor]:
     return torch_op.paged_attention_in_place(*tensors, **attributes), tensors[torch_op.KV_CACHE]
 
@@ -91,7 +98,7 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
     "Sigmoid": torch.sigmoid,
     "Split": _split,
     "qwenrt::Linear": _linear,
-    "qwenrt::MixtureOfExperts": torch_experts.mixture_of_experts,
+    "qwenrt::MixtureOfExperts": _mixture_of_experts,
     "qwenrt::PagedAttention": _paged_attention,
 }
 
