@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,15 @@ import pytest
 import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from safetensors.torch import load_file, save_file
 
+from qwenrt.exporter import export
 from qwenrt.exporter.dequantize import Part, find_layout
 from qwenrt.exporter.json_fields import Fields
 from qwenrt.exporter.quantization_config import Quantization
 from qwenrt.exporter.safetensors_file import TensorInfo
 from qwenrt.plugins import ConfigError
+from tests.checkpoints import quantize_checkpoint, write_checkpoint
 from tests.packing import Array, Tensors, awq, fp8, fp8_value, gptq, packed, random_codes
 
 _CODES = {
@@ -247,3 +251,32 @@ def _numpy(value: torch.Tensor) -> Array:
     if value.dtype == torch.float8_e4m3fn:
         return value.view(torch.uint8).numpy().view(ml_dtypes.float8_e4m3fn)
     return value.numpy()
+
+
+@pytest.mark.parametrize(
+    ("kind", "weights", "message"),
+    [
+        ("w8a8", "int8", "8 matrices of compressed-tensors, 8 bits became int8 exactly"),
+        (
+            "awq",
+            "int4",
+            r"8 matrices of awq, 4 bits, groups of 32 became int4 with a relative error of \d\d?\.\d\d% \(model",
+        ),
+        ("gptq", "int8", r"8 matrices of gptq, .* became int8 with a relative error of 0\.\d\d% \(model"),
+        ("fp8", "float32", None),
+    ],
+)
+def test_what_becomes_of_integers_is_told(kind: str, weights: str, message: str | None, tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", num_hidden_layers=2)
+    quantize_checkpoint(checkpoint, tmp_path / "reference", kind)
+    if kind == "w8a8":
+        path = checkpoint / "model.safetensors"
+        tensors = load_file(path)
+        save_file({name: t.clamp(min=-127) if t.dtype == torch.int8 else t for name, t in tensors.items()}, path)
+    lines: list[str] = []
+    export(checkpoint, tmp_path / "engine", weights=weights, notice=lines.append)
+    if message is None:
+        assert lines == []
+    else:
+        assert re.fullmatch(message + ".*", lines.pop())
+        assert lines == []

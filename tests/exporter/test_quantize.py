@@ -112,3 +112,37 @@ class TestExtremes:
 def test_another_group_size_is_refused() -> None:
     with pytest.raises(ConfigError, match="group_size is 48, must be one of 32, 64, 128"):
         Int4Weight.encode(np.ones((1, 48), np.float32), group_size=48)
+
+
+def rows_of(low: int, high: int, seed: int = 3) -> tuple[npt.NDArray[np.int16], Floats]:
+    random = np.random.default_rng(seed)
+    return random.integers(low, high + 1, (37, 200)).astype(np.int16), random.uniform(0.001, 0.1, 37).astype(np.float32)
+
+
+def test_rows_of_int8_multiples_are_kept_to_the_bit() -> None:
+    codes, scale = rows_of(-127, 127)
+    codes[:5] //= 3  # rows whose largest is not 127
+    weight = codes * scale[:, None]
+    stored = Int8Weight.encode(weight, scale)
+    np.testing.assert_array_equal(stored.codes, codes)
+    np.testing.assert_array_equal(stored.decode(), weight)
+    assert Int8Weight.encode(weight).error(weight) > 0
+    codes[7, 3] = -128
+    weight = codes * scale[:, None]
+    kept = (Int8Weight.encode(weight, scale).decode() == weight).all(axis=1)
+    assert list(np.flatnonzero(~kept)) == [7]
+
+
+@pytest.mark.parametrize("group_size", GROUP_SIZES)
+def test_rows_of_int4_multiples_are_kept_to_the_bit(group_size: int) -> None:
+    codes, scale = rows_of(-8, 7)
+    codes[::2] += 4  # other zero points
+    weight = codes * scale[:, None]
+    stored = Int4Weight.encode(weight, scale, group_size=group_size)
+    np.testing.assert_array_equal(stored.decode(), weight)
+    assert (stored.multiplier == 1).all()
+    codes[7, 3] = 20
+    weight = codes * scale[:, None]
+    assert not (Int4Weight.encode(weight, scale, group_size=group_size).decode()[7] == weight[7]).all()
+    scale[4] = np.nan
+    assert Int4Weight.encode(weight, scale, group_size=group_size).scale[4] > 0

@@ -16,6 +16,7 @@ from .calibration import calibration_tokens, measure_ranges
 from .checkpoint import Checkpoint
 from .config import ModelConfig
 from .lower import Lowered, onnxruntime, tensorrt
+from .lower.onnxruntime_weights import Panels, loss
 from .modeling import parameter_sources
 from .trace import trace
 from .weights import Contents, Layout, plan_layout, write_weights
@@ -39,10 +40,11 @@ def write_model(
     checkpoint: Checkpoint,
     manifest: EngineManifest,
     progress: Callable[[str, int, int], None],
-) -> None:
+) -> str | None:
     """Write `model.onnx` and `model.safetensors` into `folder`, where the tokenizer is.
 
-    Raises ConfigError if the disk has no room for them.
+    Returns how a quantised checkpoint's matrices were carried over, if they became integers again. Raises ConfigError if the disk
+    has no room for them.
     """
     progress("tracing", 0, 1)
     max_model_len = manifest.limits.max_model_len
@@ -59,15 +61,24 @@ def write_model(
     graph = _with_external_data(model, layout)
     progress("tracing", 1, 1)
     rope = config.rope.table(max_model_len, config.head_dim)
+    sources = parameter_sources(config)
+    again = [
+        encoding
+        for name, encoding in lowered.encodings.items()
+        if isinstance(encoding, Panels) and all(source in checkpoint.quantized for source in sources[name])
+    ]
+    for encoding in again:
+        encoding.measured = True
     write_weights(
         folder / WEIGHTS_NAME,
         layout,
         checkpoint,
-        Contents(parameter_sources(config), {"rope": rope, **lowered.computed}, lowered.encodings),
+        Contents(sources, {"rope": rope, **lowered.computed}, lowered.encodings),
         progress=lambda done, total: progress("writing weights", done, total),
     )
     onnx.save(graph, folder / GRAPH_NAME)
     onnx.checker.check_model(folder / GRAPH_NAME)
+    return f"{len(again)} matrices of {config.quantization} became {manifest.weights} {loss(again)}" if again else None
 
 
 def _lower(

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import numpy.typing as npt
 
 from qwenrt.plugins import ConfigError
@@ -67,6 +68,11 @@ class Checkpoint:
         values = self.quantized[name].decode() if name in self.quantized else self._stored(name)
         added = self._added.get(name)
         return values if added is None else widened(values) + added.b @ added.a
+
+    def row_scales(self, name: str) -> npt.NDArray[np.float32] | None:
+        """Of a quantised matrix whose rows are integers times one number each, those; else None."""
+        quantized = None if name in self._added else self.quantized.get(name)
+        return None if quantized is None else quantized.row_scales()
 
     def merge(self, adapter: LoraAdapter, config: ModelConfig) -> None:
         """Let `read` give matrices with what the adapter adds to them; raises ConfigError if it does not fit the model."""

@@ -94,6 +94,10 @@ class QuantizedWeight(abc.ABC):
                 f"[{rows}, {columns}] of {self.quantization}"
             )
 
+    def row_scales(self) -> Floats | None:
+        """[rows], where each row is integers times one number; else None."""
+        return None
+
     def floats(self, name: str) -> Floats:
         """A part in float32, whatever float type it is stored in."""
         return widened(self.parts[name].read())
@@ -125,6 +129,13 @@ class AffineWeight(QuantizedWeight):
     @abc.abstractmethod
     def column_groups(self) -> Array:
         """For each column its group."""
+
+    def row_scales(self) -> Floats | None:
+        scales = self.scales()
+        if scales.shape[1] != 1:
+            return None
+        one_each: Floats = scales[np.arange(self.shape[0]) // self.rows_per_scale, 0]
+        return one_each
 
     def decode(self) -> Floats:
         """See `QuantizedWeight`."""

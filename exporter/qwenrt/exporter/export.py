@@ -103,7 +103,9 @@ def export(
         with _disk_errors(out):
             for name, data in texts.items():
                 (writer.path / name).write_bytes(data)
-            build.write_model(writer.path, config, checkpoint, manifest, report)
+            carried_over = build.write_model(writer.path, config, checkpoint, manifest, report)
+            if carried_over is not None:
+                (notice or _ignore)(carried_over)
             report("sealing", 0, 1)
             engine = writer.seal(manifest)
             report("sealing", 1, 1)

@@ -51,10 +51,15 @@ class Int8Weight(QuantizedWeight):
     """[N]"""
 
     @classmethod
-    def encode(cls, weight: Floats) -> Self:
-        """Quantise float32 [N, K]: a row's largest magnitude becomes 127. Raises ConfigError for a NaN or an infinity."""
+    def encode(cls, weight: Floats, known: Floats | None = None) -> Self:
+        """Quantise float32 [N, K]: a row's largest magnitude becomes 127. Raises ConfigError for a NaN or an infinity.
+
+        known: [N], of what a row may be multiples already, or NaN. A row that is, of up to 127, is kept as it is, to the bit.
+        """
         _check_finite(weight)
         scale = np.abs(weight).max(axis=1, initial=0) / np.float32(INT8_MAX)
+        if known is not None:
+            scale = np.where(_multiples(weight, known, -INT8_MAX, INT8_MAX), known, scale)
         codes = np.rint(weight / _divisor(scale)[:, None])
         return cls(np.clip(codes, -INT8_MAX, INT8_MAX).astype(np.int8), scale)
 
@@ -83,11 +88,14 @@ class Int4Weight(QuantizedWeight):
     group_size: int
 
     @classmethod
-    def encode(cls, weight: Floats, *, group_size: int = 32, symmetric: bool = False) -> Self:
+    def encode(
+        cls, weight: Floats, known: Floats | None = None, *, group_size: int = 32, symmetric: bool = False
+    ) -> Self:
         """Quantise float32 [N, K] with the multipliers and zero points that give the least squared error.
 
         group_size: 32, 64 or 128 columns share a multiplier and a zero point; the last group may have fewer. symmetric: every
-        zero point is 8. Raises ConfigError for another group size, a NaN or an infinity.
+        zero point is 8. known: [N], of what a row may be multiples already, or NaN; a row that is, within 16 neighbouring ones,
+        is kept as it is, to the bit. Raises ConfigError for another group size, a NaN or an infinity.
         """
         if group_size not in GROUP_SIZES:
             raise ConfigError(f"group_size is {group_size!r}, must be one of {', '.join(map(str, GROUP_SIZES))}")
@@ -99,6 +107,13 @@ class Int4Weight(QuantizedWeight):
             for first in range(0, max(1, width), rows)
         ]
         codes, zero_point, multiplier, scale = (np.concatenate(parts) for parts in zip(*blocks, strict=True))
+        if known is not None:
+            whole = np.rint(weight / _divisor(known)[:, None])
+            lowest = np.clip(whole.min(axis=1, initial=0), -8 if symmetric else -_INT4_MAX, 0)
+            zero = np.full_like(lowest, _SYMMETRIC_ZERO) if symmetric else -lowest
+            kept = _multiples(weight, known, -zero, _INT4_MAX - zero)
+            codes[kept] = whole[kept] + zero[kept, None]
+            zero_point[kept], multiplier[kept], scale[kept] = zero[kept, None], 1, known[kept]
         return cls(codes, zero_point, multiplier, scale, group_size)
 
     def widened(self) -> npt.NDArray[np.int8]:
@@ -153,6 +168,15 @@ def _better(found: Sequence[Floats], best: Sequence[Floats]) -> list[Floats]:
     return [
         np.where(less if new.ndim == 2 else less[:, :, None], new, old) for new, old in zip(found, best, strict=True)
     ]
+
+
+def _multiples(weight: Floats, scale: Floats, low: Floats | int, high: Floats | int) -> npt.NDArray[np.bool_]:
+    """[N]: which rows are `scale` times integers from low to high, to the bit; none whose scale is NaN."""
+    whole = np.rint(weight / _divisor(scale)[:, None])
+    fits = whole * scale[:, None] == weight
+    fits &= (whole >= np.reshape(low, (-1, 1))) & (whole <= np.reshape(high, (-1, 1)))
+    kept: npt.NDArray[np.bool_] = fits.all(axis=1) & (scale > 0)
+    return kept
 
 
 def _check_finite(weight: Floats) -> None:

@@ -26,6 +26,7 @@ _CODES = {name: code for code, name in DTYPES.items()} | {"uint8": "U8", "int8":
 _ITEM_SIZES = {"float32": 4, "float16": 2, "bfloat16": 2, "uint8": 1, "int8": 1, "float8_e4m3fn": 1}
 
 Array = npt.NDArray[Any]
+Floats = npt.NDArray[np.float32]
 
 
 class Encoding(Protocol):
@@ -35,8 +36,11 @@ class Encoding(Protocol):
     def names(self) -> tuple[str, ...]:
         """The tensors of the file; row i of each is made from row i of the matrix."""
 
-    def encode(self, rows: npt.NDArray[np.float32]) -> tuple[Array, ...]:
-        """The rows [n, K] as rows of each tensor, in the type that it is stored in (bfloat16 as uint16)."""
+    def encode(self, rows: Floats, scales: Floats | None = None) -> tuple[Array, ...]:
+        """The rows [n, K] as rows of each tensor, in the type that it is stored in (bfloat16 as uint16).
+
+        scales: [n], of what each row is multiples where the checkpoint is quantised so, else NaN.
+        """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,8 +122,8 @@ def write_weights(
                 progress(done, layout.size)
         for name, encoding in contents.encodings.items():
             offsets = [layout.tensors[part].offset for part in encoding.names]
-            for rows in _row_blocks(name, checkpoint, contents):
-                for index, part in enumerate(encoding.encode(rows)):
+            for rows, scales in _row_blocks(name, checkpoint, contents):
+                for index, part in enumerate(encoding.encode(rows, scales)):
                     count = _write(descriptor, offsets[index], np.ascontiguousarray(part))
                     offsets[index], done = offsets[index] + count, done + count
                 progress(done, layout.size)
@@ -138,23 +142,30 @@ def _chunks(name: str, checkpoint: Checkpoint, contents: Contents) -> Iterator[A
         checkpoint.forget(source)
 
 
-def _row_blocks(name: str, checkpoint: Checkpoint, contents: Contents) -> Iterator[npt.NDArray[np.float32]]:
-    """A matrix in blocks of whole rows, float32; each but the last has a multiple of 16 rows."""
-    rest: list[npt.NDArray[np.float32]] = []
+def _row_blocks(name: str, checkpoint: Checkpoint, contents: Contents) -> Iterator[tuple[Floats, Floats]]:
+    """A matrix in blocks of whole rows, float32, with the rows' scales; each but the last has a multiple of 16 rows."""
+    rest: list[tuple[Floats, Floats]] = []
     for source in contents.sources[name]:
-        matrix = checkpoint.read(source)
+        matrix, scales = checkpoint.read(source), checkpoint.row_scales(source)
+        if scales is None:
+            scales = np.full(len(matrix), np.nan, np.float32)
         rows = max(1, _BLOCK_ELEMENTS // (16 * matrix.shape[1])) * 16
         start = 0
         while start < len(matrix):
-            wanted = rows - sum(map(len, rest))
-            rest.append(widened(matrix[start : start + wanted]))
+            wanted = rows - sum(len(part) for part, _ in rest)
+            rest.append((widened(matrix[start : start + wanted]), scales[start : start + wanted]))
             start += wanted
-            if sum(map(len, rest)) == rows:
-                yield np.concatenate(rest)
+            if sum(len(part) for part, _ in rest) == rows:
+                yield _joined(rest)
                 rest = []
         checkpoint.forget(source)
     if rest:
-        yield np.concatenate(rest)
+        yield _joined(rest)
+
+
+def _joined(parts: list[tuple[Floats, Floats]]) -> tuple[Floats, Floats]:
+    matrices, scales = zip(*parts, strict=True)
+    return np.concatenate(matrices), np.concatenate(scales)
 
 
 def _converted(values: Array, dtype: str, name: str) -> Array:

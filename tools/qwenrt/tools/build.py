@@ -34,7 +34,7 @@ def plan_options(function: Function) -> Function:
 
 @contextmanager
 def build_notices() -> Iterator[Callable[[str], None]]:
-    """Yields what takes lines about plans; they go to stderr when the block has ended, below no progress bar."""
+    """Yields what takes lines about what was built; they go to stderr when the block has ended, below no progress bar."""
     lines: list[str] = []
     try:
         yield lines.append

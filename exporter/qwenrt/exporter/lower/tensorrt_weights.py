@@ -50,7 +50,7 @@ class Float8Matrix:
     names: tuple[str]
     scale: float
 
-    def encode(self, rows: Floats) -> tuple[Array, ...]:
+    def encode(self, rows: Floats, scales: Floats | None = None) -> tuple[Array, ...]:
         """Codes [n, K], as their bits."""
         return (_float8(rows, np.float32(self.scale)),)
 
@@ -62,7 +62,7 @@ class Float8Channels:
     names: tuple[str, str]
     dtype: str
 
-    def encode(self, rows: Floats) -> tuple[Array, ...]:
+    def encode(self, rows: Floats, scales: Floats | None = None) -> tuple[Array, ...]:
         """Codes [n, K] as their bits, and scales [n] of `dtype`."""
         bits, scale = _rounded(np.abs(rows).max(axis=1, initial=0) / _FP8_MAX, self.dtype)
         return _float8(rows, scale[:, None]), bits
@@ -76,7 +76,7 @@ class Int4Groups:
     dtype: str
     group_size: int
 
-    def encode(self, rows: Floats) -> tuple[Array, ...]:
+    def encode(self, rows: Floats, scales: Floats | None = None) -> tuple[Array, ...]:
         """Codes [n, K / 2], two in a byte and the first in its low half, and scales [n, K / group_size] of `dtype`."""
         weight = Int4Weight.encode(rows, group_size=self.group_size, symmetric=True)
         # The codes are 0 to 15 and stand for -8 to 7, which in two's complement differ in the top bit.
