@@ -65,6 +65,7 @@ def test_frequencies_and_factor_are_those_of_transformers(kind: str, head_dim: i
 
 
 def test_yarn_has_the_numbers_worked_out_by_hand() -> None:
+    """Case L04: the factor on cos and sin, and frequencies between the two corrections."""
     yarn = spec(YARN)
     frequencies = yarn.inverse_frequencies(128)
     plain = spec(None).inverse_frequencies(128)

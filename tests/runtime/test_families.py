@@ -31,6 +31,13 @@ MOE: dict[str, Any] = {
     "norm_topk_prob": True,
 }
 FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3": {"tie_word_embeddings": False},
+    "qwen3-windows-from-the-second-layer": {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
+    "qwen3-windows-by-layer-types": {
+        "use_sliding_window": True,
+        "sliding_window": 5,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
     "qwen2": {"family": "qwen2"},
     "qwen2-untied-windows": {
         "family": "qwen2",
