@@ -13,7 +13,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    GenerationConfig,
+    PreTrainedConfig,
+)
 
 from qwenrt.tools.byte_tokenizer import special_ids, tokenizer_files
 
@@ -35,19 +42,29 @@ TINY: dict[str, Any] = {
 """A head_dim that is not hidden_size / num_attention_heads, and two query heads to each K/V head."""
 
 
-def write_checkpoint(path: Path, seed: int = 0, shards: int = 1, family: str = "qwen3", **config: Any) -> Path:
+MODELS: dict[str, Any] = {
+    "generate": AutoModelForCausalLM,
+    "embed": AutoModel,
+    "classify": AutoModelForSequenceClassification,
+}
+
+
+def write_checkpoint(
+    path: Path, seed: int = 0, shards: int = 1, family: str = "qwen3", task: str = "generate", **config: Any
+) -> Path:
     """Write a complete checkpoint folder: config, weights in `shards` files, byte-level tokenizer, chat template.
 
-    `family` is the model_type. `config` overrides `TINY`; `dtype` among it ("float32" by default) is the type of the weights.
-    Norm weights are uniform in [0.5, 1.5) so that one that is skipped or swapped shows; matrices are normal and scaled to keep
-    activations near 1, biases are normal with standard deviation 0.5. Returns `path`.
+    `family` is the model_type, `task` says with which head, as `MODELS` has it. `config` overrides `TINY`; `dtype` among it
+    ("float32" by default) is the type of the weights. Norm weights are uniform in [0.5, 1.5) so that one that is skipped or
+    swapped shows; matrices are normal and scaled to keep activations near 1, biases are normal with standard deviation 0.5.
+    Returns `path`.
     """
     values = {**TINY, **config}
     dtype = getattr(torch, values.pop("dtype", "float32"))
     ids = special_ids(values["vocab_size"])
     tokens = {"bos_token_id": ids["<|endoftext|>"], "eos_token_id": ids["<|im_end|>"]}
     hf_config = AutoConfig.for_model(family, **{**tokens, **values})
-    weights = {name: value.to(dtype) for name, value in random_weights(hf_config, seed).items()}
+    weights = {name: value.to(dtype) for name, value in random_weights(hf_config, seed, task).items()}
     hf_config.dtype = dtype
     path.mkdir(parents=True, exist_ok=True)
     hf_config.save_pretrained(path)
@@ -93,19 +110,19 @@ def _as_torch(array: npt.NDArray[Any]) -> torch.Tensor:
     return torch.from_numpy(array)
 
 
-def random_weights(config: PreTrainedConfig, seed: int) -> dict[str, torch.Tensor]:
+def random_weights(config: PreTrainedConfig, seed: int, task: str = "generate") -> dict[str, torch.Tensor]:
     """What a checkpoint of `config` holds, float32, by the names that published ones have.
 
     Without `lm_head.weight` where it is tied; experts one by one, where transformers' modules have them stacked.
     """
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = MODELS[task].from_config(config)
     config.architectures = [type(model).__name__]
     shapes: dict[str, Sequence[int]] = {}
     for name, value in model.state_dict().items():
         shapes |= _of_experts(name, value.shape) if ".experts." in name else {name: value.shape}
     if config.tie_word_embeddings:
-        del shapes["lm_head.weight"]
+        shapes.pop("lm_head.weight", None)
     generator = torch.Generator().manual_seed(seed)
     weights = {}
     for name, shape in shapes.items():
@@ -140,3 +157,43 @@ def write_weights(path: Path, weights: dict[str, torch.Tensor], shards: int = 1)
     size = sum(value.nbytes for value in weights.values())
     index = {"metadata": {"total_size": size}, "weight_map": weight_map}
     (path / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
+
+
+def append_end_of_text(path: Path) -> None:
+    """Let a checkpoint's tokenizer end every text with <|endoftext|>, as Qwen3-Embedding's does."""
+    file = path / "tokenizer.json"
+    tokenizer = json.loads(file.read_text(encoding="utf-8"))
+    name = "<|endoftext|>"
+    (token_id,) = (token["id"] for token in tokenizer["added_tokens"] if token["content"] == name)
+    ends = [{"SpecialToken": {"id": name, "type_id": 0}}]
+    first, second = ({"Sequence": {"id": which, "type_id": 0}} for which in "AB")
+    template = {
+        "type": "TemplateProcessing",
+        "single": [first, *ends],
+        "pair": [first, *ends, second, *ends],
+        "special_tokens": {name: {"id": name, "ids": [token_id], "tokens": [name]}},
+    }
+    tokenizer["post_processor"] = {"type": "Sequence", "processors": [tokenizer["post_processor"], template]}
+    file.write_text(json.dumps(tokenizer, ensure_ascii=False), encoding="utf-8")
+
+
+def write_modules(path: Path, *, pooling: dict[str, Any] | None = None, last: str = "Normalize") -> None:
+    """The files by which sentence-transformers knows an embedding model."""
+    kinds = ("Transformer", "Pooling", last)
+    modules = [
+        {"idx": i, "name": str(i), "path": f"{i}_{kind}" if i else "", "type": f"sentence_transformers.models.{kind}"}
+        for i, kind in enumerate(kinds)
+    ]
+    (path / "modules.json").write_text(json.dumps(modules, indent=2))
+    (path / "1_Pooling").mkdir()
+    fields = {"word_embedding_dimension": 64, "pooling_mode_mean_tokens": False, "pooling_mode_lasttoken": True}
+    (path / "1_Pooling" / "config.json").write_text(json.dumps(fields if pooling is None else pooling))
+
+
+def name_tokens(path: Path, names: dict[int, str]) -> None:
+    """Give ids of a checkpoint's vocabulary that no text uses other names."""
+    file = path / "tokenizer.json"
+    tokenizer = json.loads(file.read_text(encoding="utf-8"))
+    kept = {token: i for token, i in tokenizer["model"]["vocab"].items() if i not in names}
+    tokenizer["model"]["vocab"] = kept | {name: i for i, name in names.items()}
+    file.write_text(json.dumps(tokenizer, ensure_ascii=False), encoding="utf-8")

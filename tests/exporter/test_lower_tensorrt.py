@@ -194,6 +194,24 @@ def test_the_graph_computes_what_the_model_does(folders: Any, tiny_checkpoint: P
     assert all(cache.dtype == NUMPY[dtype] for cache in caches)
 
 
+@pytest.mark.parametrize(("task", "width"), [("embed", 64), ("classify", 3)])
+def test_a_pooling_graph_computes_what_the_model_does(task: str, width: int, tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", task=task, num_labels=3, num_hidden_layers=2)
+    engine = export_graph(checkpoint, tmp_path / "engine", weights="int4")
+    assert {"score.weight", "lm_head.weight"}.isdisjoint(
+        value.removesuffix(".scale") for value in types_of(graph_of(engine)) if value.endswith(".scale")
+    )
+    module = load_module(checkpoint, block_size=BLOCK_SIZE, max_model_len=64)
+    module.load_state_dict(decoded_weights(engine), strict=False)
+    step = make_step([(list(range(15)), 0), (list(range(40, 45)), 0)], scattered_blocks(2, 3, 8))
+    caches = {f"kv_cache.{layer}": np.zeros((8, 2, 2, BLOCK_SIZE, 32), NUMPY["bfloat16"]) for layer in range(2)}
+    evaluator = ReferenceEvaluator(onnx.load(engine / "model.onnx"), new_ops=[PagedAttention])
+    actual = evaluator.run(["logits"], step._asdict() | caches)[0]
+    expected, _ = run(module, step, empty_caches(module, 8, BLOCK_SIZE))
+    assert actual.dtype == np.float32 and actual.shape[1] == width
+    assert relative_error(actual, expected) < LOGITS["bfloat16"]
+
+
 def decoded_weights(engine: Path) -> dict[str, torch.Tensor]:
     """The folder's matrices as float32, read with the safetensors library; how they are encoded is told again here."""
     decoded = {}

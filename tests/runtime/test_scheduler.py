@@ -26,7 +26,6 @@ def make_request(prompt: list[int], max_tokens: int, name: str = "r") -> Request
         token_ids=list(prompt),
         num_prompt=len(prompt),
         max_tokens=max_tokens,
-        params=params,
         sampler=SequenceSampler(params, prompt, (), 0),
     )
 

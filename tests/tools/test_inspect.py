@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from qwenrt.exporter import export
 from qwenrt.runtime import EngineDir
 from tests.checkpoints import quantize_checkpoint, write_checkpoint
 from tests.gguf_files import write_gguf
@@ -68,6 +70,21 @@ def test_a_quantized_checkpoint_says_how(tmp_path: Path) -> None:
     status, stdout, _ = qwenrt("inspect", checkpoint)
     assert status == 0
     assert "(awq, 4 bits, groups of 32)" in stdout
+
+
+def test_the_task_of_a_checkpoint_and_of_an_engine_is_told(tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", task="classify", num_labels=3, num_hidden_layers=1)
+    export(checkpoint, tmp_path / "classifier")
+    export(checkpoint, tmp_path / "embedder", task="embed")
+    for path, task in (
+        (checkpoint, "classify"),
+        (tmp_path / "classifier", "classify"),
+        (tmp_path / "embedder", "embed"),
+    ):
+        described = report(path)
+        assert (described["task"], len(described["labels"])) == (task, 3 if task == "classify" else 0)
+        line = "classify, 3 labels" if task == "classify" else "embed"
+        assert re.search(rf"^task +{line}$", qwenrt("inspect", path)[1], re.MULTILINE)
 
 
 def test_experts_are_counted(tmp_path: Path) -> None:

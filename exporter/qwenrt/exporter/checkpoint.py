@@ -140,11 +140,14 @@ class Checkpoint:
     def _needless(self, name: str, config: ModelConfig) -> bool:
         """Whether a tensor that has no place does no harm.
 
-        A tied head is the embedding, whatever the file holds in its place; inv_freq is what older transformers saved of RoPE;
-        activations are not quantised here, so their scales are left; GPTQ's tools write biases of zeros.
+        A tied head is the embedding, whatever the file holds in its place, and embeddings need no head; inv_freq is what older
+        transformers saved of RoPE; activations are not quantised here, so their scales are left; GPTQ's tools write biases of
+        zeros.
         """
         module, _, part = name.rpartition(".")
-        if part == "inv_freq" or (config.tie_word_embeddings and name.startswith("lm_head.")):
+        if part == "inv_freq" or (not config.has_lm_head and name.startswith("lm_head.")):
+            return True
+        if config.task == "embed" and name.startswith("score."):
             return True
         if config.quantization is None:
             return False
@@ -210,8 +213,10 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         for name, size in norms.items():
             shapes[f"{prefix}{name}.weight"] = (size,)
     shapes["model.norm.weight"] = (hidden,)
-    if not config.tie_word_embeddings:
+    if config.has_lm_head:
         shapes["lm_head.weight"] = (config.vocab_size, hidden)
+    if config.task == "classify":
+        shapes["score.weight"] = (len(config.labels), hidden)
     return shapes
 
 

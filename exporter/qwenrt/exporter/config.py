@@ -11,9 +11,10 @@ from typing import Any
 from qwenrt.plugins import ConfigError
 
 from .experts import ExpertsSpec
-from .families import Family, family_of
+from .families import TASKS, Family, architecture_of
 from .folder import checked_folder, plain_file
 from .json_fields import Fields, read_config, read_json_object
+from .pooling_modules import pools_last_token
 from .quantization_config import Quantization
 from .rope import RopeSpec
 
@@ -28,6 +29,8 @@ _DTYPES = {
     "bf16": "bfloat16",
 }
 _MAX_LAYERS = 1024
+_MAX_LABELS = 1024
+_MAX_LABEL_CHARS = 256
 MAX_POSITIONS = 1 << 22
 """Most positions that a RoPE table is made for, whatever a config.json says."""
 
@@ -40,10 +43,14 @@ class ModelConfig:
     biases, `qk_norm` whether heads of q and k are normalised; `experts` is None where no layer has any. `sliding_windows` has
     one entry a layer: the number of positions that a token attends to, itself included, or -1 for all. `head_dim_is_default`
     tells that config.json names none. `dtype` is what config.json says its weights are, or None; the weights' own headers
-    decide. `eos_token_ids` come from generation_config.json, else config.json, else the tokenizer.
+    decide. `eos_token_ids` come from generation_config.json, else config.json, else the tokenizer. `task` is what the graph is
+    made for and so what it ends in: generate in lm_head, classify in the score head of as many rows as there are `labels`, embed
+    in the final norm.
     """
 
     architecture: str
+    task: str
+    labels: tuple[str, ...]
     num_layers: int
     hidden_size: int
     intermediate_size: int
@@ -81,12 +88,23 @@ class ModelConfig:
         """Width of all key heads together; the value heads have the same."""
         return self.num_kv_heads * self.head_dim
 
+    @property
+    def has_lm_head(self) -> bool:
+        """Whether lm_head is a matrix of its own."""
+        return self.task == "generate" and not self.tie_word_embeddings
+
     @classmethod
-    def from_dir(cls, folder: str | os.PathLike[str]) -> ModelConfig:
-        """Read a checkpoint folder's config.json, generation_config.json and, for lack of an EOS there, tokenizer files."""
+    def from_dir(cls, folder: str | os.PathLike[str], task: str | None = None) -> ModelConfig:
+        """Read a checkpoint folder's config.json, generation_config.json and, for lack of an EOS there, tokenizer files.
+
+        task: what it is to be used for; by default what its architecture says, or embed where sentence-transformers' modules.json
+        pools it. Raises ConfigError if it cannot be used so.
+        """
         path = checked_folder(folder)
         fields = read_config(plain_file(path, "config.json"))
         config = cls.from_dict(fields.values, source=fields.source)
+        pooled = task in (None, "embed") and pools_last_token(path)
+        config = config.for_task(task or ("embed" if pooled else config.task))
         eos = None
         if os.path.lexists(path / "generation_config.json"):
             eos = _token_ids(read_config(plain_file(path, "generation_config.json")), config.vocab_size)
@@ -98,8 +116,13 @@ class ModelConfig:
     def from_dict(cls, values: dict[str, Any], *, source: str = "config.json") -> ModelConfig:
         """Validate the contents of a config.json; raises ConfigError naming the field, its value and what is allowed."""
         fields = Fields(values, source)
-        family = family_of(fields)
+        family, architecture = architecture_of(fields)
+        task = _tasks_of(architecture)[0]
         fields.choice("hidden_act", ("silu",), "silu")
+        if not fields.boolean("is_causal", True) or fields.boolean("use_bidirectional_attention", False):
+            raise ConfigError(
+                f"{fields.source}: attention is not causal, which is not supported; use a causal checkpoint"
+            )
         num_layers = fields.integer("num_hidden_layers", high=_MAX_LAYERS)
         hidden_size = fields.integer("hidden_size", high=1 << 20)
         num_heads, num_kv_heads, head_dim = _heads(fields, family, hidden_size)
@@ -113,7 +136,9 @@ class ModelConfig:
                 f"{MAX_POSITIONS}; correct factor or original_max_position_embeddings"
             )
         return cls(
-            architecture=family.architecture,
+            architecture=architecture,
+            task=task,
+            labels=_labels(fields) if task == "classify" else (),
             num_layers=num_layers,
             hidden_size=hidden_size,
             intermediate_size=fields.integer("intermediate_size", high=1 << 22),
@@ -136,6 +161,32 @@ class ModelConfig:
             dtype=_dtype(fields),
             eos_token_ids=_token_ids(fields, vocab_size) or (),
         )
+
+    def for_task(self, task: str) -> ModelConfig:
+        """The same for another task; raises ConfigError if a checkpoint of this architecture has no head for it."""
+        tasks = _tasks_of(self.architecture)
+        if task not in tasks:
+            raise ConfigError(f"task is {task!r}, must be {' or '.join(tasks)} for a {self.architecture}")
+        return dataclasses.replace(self, task=task, labels=self.labels if task == "classify" else ())
+
+
+def _tasks_of(architecture: str) -> tuple[str, ...]:
+    """What an architecture's checkpoints can be used for, the usual first."""
+    return next(tasks for ending, tasks in TASKS.items() if architecture.endswith(ending))
+
+
+def _labels(fields: Fields) -> tuple[str, ...]:
+    """The names of a classifier's labels: `id2label`, else as many as `num_labels` says, two by default as in transformers."""
+    names = fields.values.get("id2label")
+    if names is None:
+        return tuple(f"LABEL_{index}" for index in range(fields.integer("num_labels", 2, high=_MAX_LABELS)))
+    allowed = f'an object of 1 to {_MAX_LABELS} labels with the keys "0", "1" and so on'
+    if not isinstance(names, dict) or not 1 <= len(names) <= _MAX_LABELS:
+        raise fields.wrong("id2label", allowed)
+    labels = [names.get(str(index)) for index in range(len(names))]
+    if not all(isinstance(label, str) and len(label) <= _MAX_LABEL_CHARS for label in labels):
+        raise fields.wrong("id2label", allowed)
+    return tuple(map(str, labels))
 
 
 def _heads(fields: Fields, family: Family, hidden_size: int) -> tuple[int, int, int]:

@@ -14,13 +14,20 @@ from .modeling import Qwen3ForCausalLM, parameter_sources
 
 
 def load_module(
-    folder: Path, *, block_size: int, max_model_len: int, dtype: torch.dtype = torch.float32
+    folder: Path,
+    *,
+    block_size: int,
+    max_model_len: int,
+    dtype: torch.dtype = torch.float32,
+    task: str | None = None,
 ) -> Qwen3ForCausalLM:
     """Qwen3ForCausalLM with the weights of a checkpoint folder in `dtype`; the table of RoPE is float32 always.
 
+    task: as in `ModelConfig.from_dir`.
+
     Raises ConfigError if the folder is not a checkpoint that can be exported.
     """
-    config, checkpoint = ModelConfig.from_dir(folder), open_checkpoint(folder)
+    config, checkpoint = ModelConfig.from_dir(folder, task), open_checkpoint(folder)
     checkpoint.check(config)
     with torch.device("meta"):
         module = Qwen3ForCausalLM(config, block_size=block_size, max_model_len=max_model_len).eval()

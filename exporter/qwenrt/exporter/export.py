@@ -34,6 +34,7 @@ def export(
     out: str | os.PathLike[str],
     *,
     target: str = "onnxruntime",
+    task: str | None = None,
     dtype: str | None = None,
     weights: str | None = None,
     kv_dtype: str | None = None,
@@ -51,7 +52,8 @@ def export(
     """Write the engine folder `out` for a checkpoint, a folder, a hub id or a GGUF file, and return it.
 
     target: onnxruntime computes on the CPU; tensorrt also gives a plan for the GPU in this machine, tensorrt-rtx plans for
-    `compute_capabilities` (8.9 and 12.0 by default), whatever is in it. dtype: what is computed in: float32 on the CPU, bfloat16
+    `compute_capabilities` (8.9 and 12.0 by default), whatever is in it. task: generate, embed or classify, by default what the
+    checkpoint is for (`ModelConfig.from_dir`). dtype: what is computed in: float32 on the CPU, bfloat16
     (default) or float16 on a GPU. weights: how matrices are stored: float32 (default), float16 or bfloat16 on the CPU; as dtype
     (default), fp8, fp8-channel or int4 on a GPU. kv_dtype: the KV cache's type: float32 (default) or float16 on the CPU; as dtype
     (default) or fp8 on a GPU. lora: folder of a PEFT adapter, merged into the matrices in float32. block_size: tokens in a KV
@@ -73,7 +75,7 @@ def export(
     _integer("block_size", block_size, _MAX_BLOCK_SIZE)
     report = progress or _silent
     report("reading the checkpoint", 0, 1)
-    source = source_of(model)
+    source = source_of(model, task)
     config = source.config
     if config.experts is not None and target != "onnxruntime":
         raise ConfigError(f"a mixture of experts is not built for {target} yet; take target onnxruntime")
@@ -86,6 +88,8 @@ def export(
     manifest = EngineManifest(
         producer=_producer(),
         target=target,
+        task=config.task,
+        labels=config.labels,
         model=model_spec(config),
         dtype=dtype,
         weights=weights,

@@ -35,6 +35,8 @@ _EXPERT_SIZES = {
     "num_experts_per_tok": "expert_used_count",
     "moe_intermediate_size": "expert_feed_forward_length",
 }
+_LAST_TOKEN = 3
+"""Of pooling_type."""
 _SCALING = ("type", "factor", "original_context_length", "finetuned", "yarn_beta_fast", "yarn_beta_slow")
 _GLOBAL = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _BLOCK = {
@@ -58,10 +60,11 @@ _EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_ex
 class GgufModel:
     """A GGUF file, as far as it is known without its tensors; raises ConfigError naming what is wrong or not supported."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, task: str | None = None) -> None:
         self._file = GgufFile(path)
         self._fields = Fields(self._file.metadata, str(path))
-        self.config = self._config()
+        config = self._config()
+        self.config = config.for_task(task or ("embed" if self._pools_last_token() else config.task))
 
     def checkpoint(self) -> Checkpoint:
         """Its tensors."""
@@ -110,6 +113,14 @@ class GgufModel:
         values["rope_scaling"] = self._rope_scaling(f"{arch}.rope.scaling.")
         config = ModelConfig.from_dict(values, source=fields.source)
         return dataclasses.replace(config, quantization=Quantization(method="gguf", bits=0))
+
+    def _pools_last_token(self) -> bool:
+        """Whether it is an embedding model, whose only way of pooling is to take the last token's row."""
+        key = f"{self._file.metadata['general.architecture']}.pooling_type"
+        kind = self._file.metadata.get(key, 0)
+        if kind not in (0, _LAST_TOKEN):
+            raise self._fields.wrong(key, f"0 (none) or {_LAST_TOKEN} (the last token)")
+        return bool(kind == _LAST_TOKEN)
 
     def _rope_scaling(self, prefix: str) -> dict[str, Any] | None:
         found = {

@@ -173,16 +173,20 @@ class Qwen3Model(nn.Module):
 
 
 class Qwen3ForCausalLM(nn.Module):
-    """The whole graph of an engine: token ids and caches in, logits of chosen rows and caches out.
+    """The whole graph of an engine: token ids and caches in, what its task's head gives for chosen rows and caches out.
 
+    Task generate: logits of the vocabulary, through lm_head or the embedding if it is tied; classify: logits of the labels,
+    through the head `score`; embed: the hidden states themselves.
     `block_size` is the KV cache's, `max_model_len` the number of positions of the RoPE table.
     """
 
     def __init__(self, config: ModelConfig, *, block_size: int, max_model_len: int) -> None:
         super().__init__()
         self.model = Qwen3Model(config, block_size)
-        if not config.tie_word_embeddings:
+        if config.has_lm_head:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.task == "classify":
+            self.score = nn.Linear(config.hidden_size, len(config.labels), bias=False)
         self.register_buffer("rope", torch.empty(max_model_len, config.head_dim))
         self.rope: Tensor
         self.config = config
@@ -197,13 +201,20 @@ class Qwen3ForCausalLM(nn.Module):
         logits_indices: Tensor,
         kv_caches: list[Tensor],
     ) -> tuple[Tensor, list[Tensor]]:
-        """Logits [R, vocab] of the rows `logits_indices` [R], and the caches after the step; index inputs are int32."""
+        """Logits [R, vocab], [R, labels] or [R, hidden] of the rows `logits_indices` [R], and the caches after the step.
+
+        Index inputs are int32.
+        """
         batch = Batch(positions, block_tables, seq_lens, query_start)
         x, kv_caches_out = self.model(input_ids, self.rope, batch, kv_caches)
         x = self.model.norm(torch.index_select(x, 0, logits_indices))
-        # F.linear, or a tied head's transpose would become a second copy of the embedding in the graph.
-        head = self.model.embed_tokens if self.config.tie_word_embeddings else self.lm_head
-        return F.linear(x, head.weight), kv_caches_out
+        if self.config.task == "generate":
+            # F.linear, or a tied head's transpose would become a second copy of the embedding in the graph.
+            head = self.lm_head if self.config.has_lm_head else self.model.embed_tokens
+            x = F.linear(x, head.weight)
+        elif self.config.task == "classify":
+            x = self.score(x)
+        return x, kv_caches_out
 
 
 def parameter_sources(config: ModelConfig) -> dict[str, tuple[str, ...]]:
@@ -239,6 +250,8 @@ def parameter_sources(config: ModelConfig) -> dict[str, tuple[str, ...]]:
         for name in ("self_attn.q_norm", "self_attn.k_norm"):
             sources[f"{prefix}{name}.weight"] = (f"{prefix}{name}.weight",) if config.qk_norm else ()
     sources["model.norm.weight"] = ("model.norm.weight",)
-    if not config.tie_word_embeddings:
+    if config.has_lm_head:
         sources["lm_head.weight"] = ("lm_head.weight",)
+    if config.task == "classify":
+        sources["score.weight"] = ("score.weight",)
     return sources

@@ -39,9 +39,9 @@ class Source(Protocol):
 class FolderSource:
     """A folder with config.json and safetensors, or the hub's name of one."""
 
-    def __init__(self, model: str | os.PathLike[str]) -> None:
+    def __init__(self, model: str | os.PathLike[str], task: str | None) -> None:
         self._model = model
-        self.config = ModelConfig.from_dir(local_checkpoint(model, weights=False))
+        self.config = ModelConfig.from_dir(local_checkpoint(model, weights=False), task)
 
     def checkpoint(self) -> Checkpoint:
         """See `Source`."""
@@ -62,9 +62,9 @@ class FolderSource:
 class GgufSource:
     """A GGUF file."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, task: str | None) -> None:
         self._path = path
-        self._model = GgufModel(path)
+        self._model = GgufModel(path, task)
         self.config = self._model.config
 
     def checkpoint(self) -> Checkpoint:
@@ -84,9 +84,12 @@ class GgufSource:
         return texts
 
 
-def source_of(model: str | os.PathLike[str]) -> Source:
-    """The source that `model` names: a file is a GGUF, anything else a folder or a hub id."""
-    return GgufSource(Path(model)) if Path(model).is_file() else FolderSource(model)
+def source_of(model: str | os.PathLike[str], task: str | None = None) -> Source:
+    """The source that `model` names: a file is a GGUF, anything else a folder or a hub id.
+
+    task: what the model is to be used for, by default what it was made for.
+    """
+    return GgufSource(Path(model), task) if Path(model).is_file() else FolderSource(model, task)
 
 
 def _check_texts(folder: Path) -> None:

@@ -143,7 +143,8 @@ def _clean(model: ir.Model) -> None:
         inner = [value for value in node.outputs if not value.is_graph_output()]
         for index, value in enumerate(inner):
             value.name = node.name if len(inner) == 1 else f"{node.name}.{index}"
-    model.graph[-1].name = "lm_head"
+    if not scopes[-1]:
+        model.graph[-1].name = "lm_head"
     for value in (*model.graph.inputs, *_all_values(model)):
         if value.shape is not None:
             value.shape = ir.Shape([_size(dim) for dim in value.shape])

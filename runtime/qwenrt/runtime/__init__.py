@@ -5,15 +5,24 @@ from qwenrt.plugins import ConfigError, DeviceError, QwenrtError, RequestError
 from .engine import LLMEngine
 from .engine_dir import EngineDir, EngineManifest
 from .llm import LLM
-from .outputs import CompletionOutput, RequestOutput, TokenLogprobs
+from .outputs import (
+    ClassificationOutput,
+    CompletionOutput,
+    EmbeddingOutput,
+    RequestOutput,
+    ScoreOutput,
+    TokenLogprobs,
+)
 from .sampling.params import SamplingParams
 from .sampling.structured import StructuredOutputsParams
 
 __all__ = [
     "LLM",
+    "ClassificationOutput",
     "CompletionOutput",
     "ConfigError",
     "DeviceError",
+    "EmbeddingOutput",
     "EngineDir",
     "EngineManifest",
     "LLMEngine",
@@ -21,6 +30,7 @@ __all__ = [
     "RequestError",
     "RequestOutput",
     "SamplingParams",
+    "ScoreOutput",
     "StructuredOutputsParams",
     "TokenLogprobs",
 ]

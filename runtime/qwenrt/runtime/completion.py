@@ -1,23 +1,34 @@
-"""One answer while it grows: tokens become text, and text or tokens end it."""
+"""One answer while it grows: tokens become text, and text or tokens end it. Or what is wanted is one row of logits."""
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
+
 from .outputs import CompletionDelta, CompletionOutput, TokenLogprobs
 from .request import Request
+from .sampling.params import SamplingParams
 from .sampling.sampler import SampledToken
 from .text.detokenizer import OutputText
 from .text.tokenizer import Tokenizer
 
 
 class Completion:
-    """The output side of one Request."""
+    """The output side of a Request that is sampled with `params`."""
 
-    def __init__(self, index: int, request: Request, tokenizer: Tokenizer, eos_token_ids: frozenset[int]) -> None:
+    def __init__(
+        self,
+        index: int,
+        request: Request,
+        params: SamplingParams,
+        tokenizer: Tokenizer,
+        eos_token_ids: frozenset[int],
+    ) -> None:
         self.index = index
         self.request = request
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
-        params = request.params
+        self._params = params
         self._text = OutputText(tokenizer, params)
         self._eos_token_ids = frozenset() if params.ignore_eos else eos_token_ids
         self._num_tokens = 0
@@ -33,7 +44,7 @@ class Completion:
             assert sampled.logprob is not None
             self._cumulative_logprob += sampled.logprob
             self._logprobs.append(TokenLogprobs(sampled.token_id, sampled.logprob, sampled.top_logprobs or {}))
-        token, params = sampled.token_id, self.request.params
+        token, params = sampled.token_id, self._params
         if token in self._eos_token_ids or token in params.stop_token_ids:
             if params.include_stop_str_in_output:
                 self._text.push(token)
@@ -77,3 +88,22 @@ class Completion:
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
         )
+
+
+class Pooling:
+    """The output side of a Request of which the last token's logits are wanted, those in `columns` or all."""
+
+    def __init__(self, request: Request, columns: tuple[int, ...] | None) -> None:
+        self.request = request
+        self.values: npt.NDArray[np.float32] | None = None
+        self.finish_reason: str | None = None
+        self._columns = None if columns is None else list(columns)
+
+    def take(self, logits: npt.NDArray[np.float32]) -> None:
+        """Keep what is wanted of a row, which ends the request."""
+        self.values = logits.copy() if self._columns is None else logits[self._columns]
+        self.finish("stop")
+
+    def finish(self, reason: str, stop_reason: str | None = None) -> None:
+        """End the request."""
+        self.finish_reason = reason

@@ -8,13 +8,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
 
+import numpy as np
+import numpy.typing as npt
+
 from qwenrt.plugins import ConfigError, DeviceError, RequestError
 
 from .backends import Backend
-from .completion import Completion
+from .completion import Completion, Pooling
 from .engine_dir import EngineManifest, Limits
 from .model_runner import ModelRunner
 from .outputs import RequestDelta, RequestOutput
+from .pooling import PoolingParams, check_task
 from .request import Chunk, Request, StepPlan
 from .sampling.constraint import Constraint
 from .sampling.grammar import GrammarCompiler, Matcher
@@ -48,36 +52,44 @@ class StepTimings:
 
 
 class Job:
-    """What a caller asked for at once: one prompt and its n answers."""
+    """What a caller asked for at once: one prompt and its n answers, or what is pooled from it."""
 
-    def __init__(self, request_id: str, prompt: str | None, completions: list[Completion]) -> None:
+    def __init__(self, request_id: str, prompt: str | None, answers: Sequence[Completion | Pooling]) -> None:
         self.request_id = request_id
         self.prompt = prompt
-        self.completions = completions
+        self.answers = answers
 
     @property
     def finished(self) -> bool:
         """Whether every answer has ended."""
-        if len(self.completions) == 1:
-            return self.completions[0].finish_reason is not None
-        return all(completion.finish_reason for completion in self.completions)
+        if len(self.answers) == 1:
+            return self.answers[0].finish_reason is not None
+        return all(answer.finish_reason for answer in self.answers)
+
+    @property
+    def pooled(self) -> npt.NDArray[np.float32] | None:
+        """What a request with PoolingParams asked for, once it is there."""
+        first = self.answers[0]
+        return first.values if isinstance(first, Pooling) else None
 
     def output(self) -> RequestOutput:
         """The answers so far, as a caller sees them."""
-        first = self.completions[0].request
+        first = self.answers[0].request
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
             prompt_token_ids=first.token_ids[: first.num_prompt],
-            outputs=[completion.output() for completion in self.completions],
+            outputs=[answer.output() for answer in self.answers if isinstance(answer, Completion)],
             finished=self.finished,
             num_cached_tokens=first.num_cached or 0,
+            pooled=self.pooled,
         )
 
     def take_delta(self) -> RequestDelta:
         """What the answers have new since the last call."""
-        deltas = [delta for completion in self.completions if (delta := completion.take_delta()) is not None]
-        return RequestDelta(deltas, self.finished, self.completions[0].request.num_cached or 0)
+        completions = [answer for answer in self.answers if isinstance(answer, Completion)]
+        deltas = [delta for completion in completions if (delta := completion.take_delta()) is not None]
+        return RequestDelta(deltas, self.finished, self.answers[0].request.num_cached or 0, self.pooled)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +99,15 @@ class PreparedRequest:
     prompt: str | None
     """The prompt's text; None when token ids were given."""
     token_ids: list[int]
-    params: SamplingParams
+    params: SamplingParams | PoolingParams
     max_tokens: int
     """How many tokens may follow."""
     matcher: Matcher | None
     """The start of the grammar of `structured_outputs`."""
+
+
+_Sampled = list[SampledToken] | RequestError | npt.NDArray[np.float32]
+"""What a step found for a request: its tokens, why there are none, or the row of logits of one that samples none."""
 
 
 class LLMEngine:
@@ -120,7 +136,7 @@ class LLMEngine:
         self.failure: DeviceError | None = None
         """Why the engine takes nothing more: its device failed and the KV pool is lost. None while it works."""
         self._jobs: dict[str, Job] = {}
-        self._answers: dict[Request, tuple[Job, Completion]] = {}
+        self._answers: dict[Request, tuple[Job, Completion | Pooling]] = {}
         self._grammars = GrammarCompiler(tokenizer, manifest.model.vocab_size, manifest.eos_token_ids)
         self._plan: StepPlan | None = None
 
@@ -128,7 +144,7 @@ class LLMEngine:
         self,
         request_id: str,
         prompt: str | Sequence[int],
-        params: SamplingParams,
+        params: SamplingParams | PoolingParams,
         *,
         add_special_tokens: bool = True,
     ) -> Job:
@@ -142,51 +158,77 @@ class LLMEngine:
         return self.submit(request_id, self.prepare(prompt, params, add_special_tokens=add_special_tokens))
 
     def prepare(
-        self, prompt: str | Sequence[int], params: SamplingParams, *, add_special_tokens: bool = True
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | PoolingParams,
+        *,
+        add_special_tokens: bool = True,
     ) -> PreparedRequest:
         """Tokenize a prompt, check it and compile its grammar; raises RequestError if it cannot be served.
 
         Safe to call from any thread.
         """
+        text = prompt if isinstance(prompt, str) else None
+        if isinstance(params, PoolingParams):
+            token_ids = self._token_ids(prompt, add_special_tokens)
+            self._check_prompt(token_ids, self.limits.max_model_len)
+            self._check_pool(token_ids, 1, "")
+            return PreparedRequest(text, token_ids, params, 0, None)
         if not isinstance(params, SamplingParams):
             raise RequestError(f"params is a {type(params).__name__}; it must be a SamplingParams")
+        check_task(self.manifest, "generate", "generate text")
         token_ids = self._token_ids(prompt, add_special_tokens)
-        max_tokens = self._check(token_ids, params)
+        max_tokens = self._max_tokens(token_ids, params)
         if params.thinking_budget is not None and ThinkingTokens.of(self.tokenizer) is None:
             raise RequestError("thinking_budget needs a model that thinks: this one's tokenizer has no token <think>")
         structured = params.structured_outputs
         matcher = None if structured is None else self._grammars.compile(structured.source)
-        return PreparedRequest(prompt if isinstance(prompt, str) else None, token_ids, params, max_tokens, matcher)
+        return PreparedRequest(text, token_ids, params, max_tokens, matcher)
 
     def submit(self, request_id: str, prepared: PreparedRequest) -> Job:
         """Queue a prepared request; raises RequestError if its id is in use, DeviceError if the device has failed before."""
         self._check_alive()
         if request_id in self._jobs:
             raise RequestError(f"request_id {request_id!r} is in use; abort it first or choose another")
-        params, token_ids = prepared.params, prepared.token_ids
-        job = Job(request_id, prepared.prompt, [])
-        eos_token_ids = frozenset(self.manifest.eos_token_ids)
-        for index in range(params.n):
-            request = Request(
-                request_id=request_id,
-                token_ids=list(token_ids),
-                num_prompt=len(token_ids),
-                max_tokens=prepared.max_tokens,
-                params=params,
-                sampler=SequenceSampler(params, token_ids, eos_token_ids, index, self._constraint(prepared)),
-                drafter=Drafter(self.speculator, eos_token_ids | set(params.stop_token_ids))
-                if self.speculator
-                else None,
-            )
-            completion = Completion(index, request, self.tokenizer, eos_token_ids)
-            job.completions.append(completion)
-            self._answers[request] = (job, completion)
-            self.scheduler.add(request)
-        self._jobs[request_id] = job
+        params = prepared.params
+        answers: list[Completion] | list[Pooling]
+        if isinstance(params, PoolingParams):
+            answers = [Pooling(self._request(request_id, prepared), params.columns)]
+        else:
+            answers = [self._completion(request_id, prepared, params, index) for index in range(params.n)]
+        job = self._jobs[request_id] = Job(request_id, prepared.prompt, answers)
+        for answer in answers:
+            self._answers[answer.request] = (job, answer)
+            self.scheduler.add(answer.request)
         return job
 
-    def _constraint(self, prepared: PreparedRequest) -> Constraint | None:
-        budget, matcher = prepared.params.thinking_budget, prepared.matcher
+    def _request(
+        self,
+        request_id: str,
+        prepared: PreparedRequest,
+        sampler: SequenceSampler | None = None,
+        drafter: Drafter | None = None,
+    ) -> Request:
+        return Request(
+            request_id=request_id,
+            token_ids=list(prepared.token_ids),
+            num_prompt=len(prepared.token_ids),
+            max_tokens=prepared.max_tokens,
+            sampler=sampler,
+            drafter=drafter,
+        )
+
+    def _completion(self, request_id: str, prepared: PreparedRequest, params: SamplingParams, index: int) -> Completion:
+        """Answer `index` of the n to a request, with its Request."""
+        eos_token_ids = frozenset(self.manifest.eos_token_ids)
+        constraint = self._constraint(prepared, params)
+        sampler = SequenceSampler(params, prepared.token_ids, eos_token_ids, index, constraint)
+        drafter = Drafter(self.speculator, eos_token_ids | set(params.stop_token_ids)) if self.speculator else None
+        request = self._request(request_id, prepared, sampler, drafter)
+        return Completion(index, request, params, self.tokenizer, eos_token_ids)
+
+    def _constraint(self, prepared: PreparedRequest, params: SamplingParams) -> Constraint | None:
+        budget, matcher = params.thinking_budget, prepared.matcher
         if budget is None and matcher is None:
             return None
         return Constraint(
@@ -197,32 +239,39 @@ class LLMEngine:
             matcher=None if matcher is None else matcher.copy(),
         )
 
-    def _check(self, token_ids: list[int], params: SamplingParams) -> int:
+    def _max_tokens(self, token_ids: list[int], params: SamplingParams) -> int:
         """How many tokens may follow the prompt; raises RequestError if the engine cannot serve that."""
+        params.validate_for(self.manifest.model.vocab_size)
+        self._check_prompt(token_ids, self.limits.max_model_len - 1)
+        room = self.limits.max_model_len - len(token_ids)
+        pool = self.scheduler.pool.num_blocks
+        if params.max_tokens is None:
+            room = min(room, pool * self.manifest.block_size + 1 - len(token_ids))
+        max_tokens = room if params.max_tokens is None else min(room, params.max_tokens)
+        self._check_pool(token_ids, max(max_tokens, 1), f" and max_tokens is {params.max_tokens}")
+        return max_tokens
+
+    def _check_prompt(self, token_ids: list[int], most: int) -> None:
         vocab_size = self.manifest.model.vocab_size
-        params.validate_for(vocab_size)
         if not token_ids:
             raise RequestError("prompt is empty; give at least one token")
         for token in token_ids:
             if type(token) is not int or not 0 <= token < vocab_size:
                 raise RequestError(f"prompt holds token id {token!r}; ids are integers from 0 to {vocab_size - 1}")
-        room = self.limits.max_model_len - len(token_ids)
-        if room < 1:
+        if len(token_ids) > most:
             raise RequestError(
                 f"prompt has {len(token_ids)} tokens; with max_model_len {self.limits.max_model_len} it may have "
-                f"{self.limits.max_model_len - 1} at most"
+                f"{most} at most"
             )
-        pool = self.scheduler.pool.num_blocks
-        if params.max_tokens is None:
-            room = min(room, pool * self.manifest.block_size + 1 - len(token_ids))
-        max_tokens = room if params.max_tokens is None else min(room, params.max_tokens)
-        needed = self.scheduler.blocks_for_alone(len(token_ids), max(max_tokens, 1))
+
+    def _check_pool(self, token_ids: list[int], max_tokens: int, limit: str) -> None:
+        """Raise RequestError if a request could never have the blocks that it needs; `limit` tells its max_tokens, if it has."""
+        needed, pool = self.scheduler.blocks_for_alone(len(token_ids), max_tokens), self.scheduler.pool.num_blocks
         if needed > pool:
+            remedy = "lower max_tokens or raise num_kv_blocks" if limit else "shorten it or raise num_kv_blocks"
             raise RequestError(
-                f"prompt has {len(token_ids)} tokens and max_tokens is {params.max_tokens}: that needs {needed} KV blocks and "
-                f"the pool has {pool}; lower max_tokens or raise num_kv_blocks"
+                f"prompt has {len(token_ids)} tokens{limit}: that needs {needed} KV blocks and the pool has {pool}; {remedy}"
             )
-        return max_tokens
 
     def _token_ids(self, prompt: str | Sequence[int], add_special_tokens: bool) -> list[int]:
         if isinstance(prompt, bytes | bytearray | memoryview) or not isinstance(prompt, Sequence):
@@ -247,10 +296,10 @@ class LLMEngine:
         job = self._jobs.pop(request_id, None)
         if job is None:
             return None
-        for completion in job.completions:
-            if completion.finish_reason is None:
-                completion.finish("abort")
-                self._retire(completion)
+        for answer in job.answers:
+            if answer.finish_reason is None:
+                answer.finish("abort")
+                self._retire(answer)
         return job.output()
 
     def step(self) -> list[RequestOutput]:
@@ -286,20 +335,19 @@ class LLMEngine:
                 logits = self.backend.execute(inputs)
             with timings.part("sample"):
                 sampling = [chunk for chunk in plan.chunks if chunk.samples]
-                sampled = sample_checking_drafts(
-                    logits, [chunk.request.sampler for chunk in sampling], [chunk.drafts for chunk in sampling]
-                )
+                sampled = _sample(logits, sampling)
         except DeviceError as error:
             self.scheduler.rollback(plan)
             return self._fail(error)
         except BaseException:
             self.scheduler.rollback(plan)
             for chunk in plan.chunks:
-                chunk.request.sampler.rollback()
+                if chunk.request.sampler is not None:
+                    chunk.request.sampler.rollback()
             raise
         with timings.part("schedule"):
             self.scheduler.commit(
-                plan, [[] if isinstance(new, RequestError) else [one.token_id for one in new] for new in sampled]
+                plan, [[one.token_id for one in new] if isinstance(new, list) else [] for new in sampled]
             )
         with timings.part("process"):
             changed = self._process(sampling, sampled)
@@ -316,34 +364,42 @@ class LLMEngine:
                 room = request.max_tokens - request.num_generated - 1
                 request.drafts = request.drafter.propose(request.token_ids, room=room, sequences=len(running))
 
-    def _process(self, sampling: list[Chunk], sampled: list[list[SampledToken] | RequestError]) -> list[Job]:
+    def _process(self, sampling: list[Chunk], sampled: list[_Sampled]) -> list[Job]:
         changed: dict[Job, None] = {}
         for chunk, new in zip(sampling, sampled, strict=True):
-            job, completion = self._answers[chunk.request]
-            chunk.request.sampler.commit()
-            if isinstance(new, RequestError):
-                completion.finish("abort", str(new))
-                new = []
-            elif chunk.drafts and chunk.request.drafter is not None:
-                chunk.request.drafter.record(len(chunk.drafts), len(new) - 1)
-            for one in new:
-                if completion.finish_reason is None:
-                    completion.append(one)
+            job, answer = self._answers[chunk.request]
+            if isinstance(answer, Pooling):
+                assert isinstance(new, np.ndarray)
+                answer.take(new)
+            else:
+                self._append(answer, chunk, new)
             changed[job] = None
-            if completion.finish_reason is not None:
-                self._retire(completion)
+            if answer.finish_reason is not None:
+                self._retire(answer)
         for job in changed:
             if job.finished:
                 del self._jobs[job.request_id]
         return list(changed)
 
+    def _append(self, completion: Completion, chunk: Chunk, new: _Sampled) -> None:
+        assert chunk.request.sampler is not None and not isinstance(new, np.ndarray)
+        chunk.request.sampler.commit()
+        if isinstance(new, RequestError):
+            completion.finish("abort", str(new))
+            return
+        if chunk.drafts and chunk.request.drafter is not None:
+            chunk.request.drafter.record(len(chunk.drafts), len(new) - 1)
+        for one in new:
+            if completion.finish_reason is None:
+                completion.append(one)
+
     def _fail(self, error: DeviceError) -> list[Job]:
         """End every request, since what all of them had computed is lost with the device."""
         self.failure = DeviceError(f"{error}; what the device held is lost: load the engine again")
         jobs = list(self._jobs.values())
-        for completion in [completion for _, completion in self._answers.values()]:
-            completion.finish("abort", str(self.failure))
-            self._retire(completion)
+        for answer in [answer for _, answer in self._answers.values()]:
+            answer.finish("abort", str(self.failure))
+            self._retire(answer)
         self._jobs.clear()
         return jobs
 
@@ -351,6 +407,17 @@ class LLMEngine:
         if self.failure is not None:
             raise DeviceError(str(self.failure))
 
-    def _retire(self, completion: Completion) -> None:
-        self.scheduler.finish(completion.request)
-        del self._answers[completion.request]
+    def _retire(self, answer: Completion | Pooling) -> None:
+        self.scheduler.finish(answer.request)
+        del self._answers[answer.request]
+
+
+def _sample(logits: npt.NDArray[np.float32], chunks: Sequence[Chunk]) -> list[_Sampled]:
+    """What the rows of `logits` [R, width] give for the chunks that own them, in their order."""
+    samplers = [chunk.request.sampler for chunk in chunks if chunk.request.sampler is not None]
+    drafts = [chunk.drafts for chunk in chunks if chunk.request.sampler is not None]
+    if len(samplers) == len(chunks):
+        return [*sample_checking_drafts(logits, samplers, drafts)]
+    pooled = np.repeat([chunk.request.sampler is None for chunk in chunks], [chunk.num_logits for chunk in chunks])
+    rows, tokens = iter(logits[pooled]), iter(sample_checking_drafts(logits[~pooled], samplers, drafts))
+    return [next(rows) if chunk.request.sampler is None else next(tokens) for chunk in chunks]

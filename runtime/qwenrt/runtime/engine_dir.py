@@ -29,6 +29,9 @@ from .plan import Plan
 FORMAT_VERSION = 1
 MANIFEST_NAME = "engine.json"
 _MAX_MANIFEST_BYTES = 1 << 20
+TASKS = ("generate", "embed", "classify")
+_EARLIER = {"task": "generate", "labels": []}
+"""What manifests of the same format that were written before these fields mean."""
 _MAX_SIZE = 1 << 24
 """Of every dimension and limit: what a runtime allocates for them stays bounded."""
 _ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8": 1}
@@ -81,10 +84,16 @@ class FileEntry:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineManifest:
-    """The contents of `engine.json`; see DESIGN of the folder in runtime/README.md."""
+    """The contents of `engine.json`; see DESIGN of the folder in runtime/README.md.
+
+    `task` says what the graph's `logits` are, for each row that is asked for: logits of the vocabulary (generate), the final
+    hidden state (embed), or logits of the `labels` (classify).
+    """
 
     producer: str
     target: str
+    task: str = "generate"
+    labels: tuple[str, ...] = ()
     model: ModelSpec
     dtype: str
     weights: str
@@ -97,6 +106,15 @@ class EngineManifest:
     plans: tuple[Plan, ...] = ()
     files: dict[str, FileEntry] = dataclasses.field(default_factory=dict)
     format_version: int = FORMAT_VERSION
+
+    @property
+    def num_logits(self) -> int:
+        """Width of a row of the graph's `logits`."""
+        return {
+            "generate": self.model.vocab_size,
+            "embed": self.model.hidden_size,
+            "classify": len(self.labels),
+        }[self.task]
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -138,7 +156,7 @@ class EngineManifest:
             raise ConfigError(
                 f"{MANIFEST_NAME}: format_version is {version!r}, this qwenrt reads {FORMAT_VERSION}; export the engine again"
             )
-        manifest: EngineManifest = _decode(cls, value, "")
+        manifest: EngineManifest = _decode(cls, {**_EARLIER, **value}, "")
         manifest._check_ranges()
         return manifest
 
@@ -154,6 +172,10 @@ class EngineManifest:
                 raise ConfigError(
                     f"{MANIFEST_NAME}: {name} is {value}, must be 1 to {_MAX_SIZE}; export the engine again"
                 )
+        if self.task not in TASKS:
+            raise ConfigError(f"{MANIFEST_NAME}: task is {self.task!r}, must be one of {', '.join(TASKS)}")
+        if bool(self.labels) != (self.task == "classify"):
+            raise ConfigError(f"{MANIFEST_NAME}: there are {len(self.labels)} labels and task is {self.task!r}")
         if self.kv_dtype not in _ITEM_BYTES:
             raise ConfigError(
                 f"{MANIFEST_NAME}: kv_dtype is {self.kv_dtype!r}, must be one of {', '.join(_ITEM_BYTES)}"

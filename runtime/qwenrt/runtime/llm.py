@@ -15,7 +15,16 @@ from .backends import load_backend
 from .engine import Job, LLMEngine
 from .engine_dir import EngineDir, Limits
 from .kv_budget import KvBudget
-from .outputs import RequestOutput
+from .outputs import ClassificationOutput, EmbeddingOutput, RequestOutput, ScoreOutput
+from .pooling import (
+    PooledRow,
+    PoolingParams,
+    PoolingWork,
+    Result,
+    classification_work,
+    embedding_work,
+    scoring_work,
+)
 from .sampling.params import SamplingParams
 from .speculation import SpeculativeConfig
 from .text.chat_template import ChatTemplate
@@ -97,19 +106,29 @@ class LLM:
         DeviceError: then it must be loaded again.
         """
         batch = _as_batch(prompts)
-        every = _one_each(params, len(batch))
-        ids = [f"generate-{next(self._ids)}" for _ in batch]
+        jobs = self._answer(batch, _one_each(params, len(batch)), add_special_tokens, on_output)
+        return [job.output() for job in jobs]
+
+    def _answer(
+        self,
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams | PoolingParams],
+        add_special_tokens: bool,
+        on_output: Callable[[RequestOutput], None] | None = None,
+    ) -> list[Job]:
+        """Run prompts together to their end."""
+        ids = [f"request-{next(self._ids)}" for _ in prompts]
         with self._turn:
             try:
                 jobs = [
                     self.engine.add_request(*request, add_special_tokens=add_special_tokens)
-                    for request in zip(ids, batch, every, strict=True)
+                    for request in zip(ids, prompts, params, strict=True)
                 ]
                 self._run(jobs, on_output)
             finally:
                 for request_id in ids:
                     self.engine.abort(request_id)
-        return [job.output() for job in jobs]
+        return jobs
 
     def _run(self, jobs: Sequence[Job], on_output: Callable[[RequestOutput], None] | None) -> None:
         """Step until `jobs` are finished, in whatever step and by whatever means that happens."""
@@ -142,6 +161,57 @@ class LLM:
             self.render(conversation, tools=tools, enable_thinking=enable_thinking) for conversation in conversations
         ]
         return self.generate(prompts, params, add_special_tokens=False, on_output=on_output)
+
+    def embed(
+        self,
+        inputs: Prompt | Sequence[Prompt],
+        *,
+        dimensions: int | None = None,
+        normalize: bool = True,
+        instruction: str | None = None,
+    ) -> list[EmbeddingOutput]:
+        """Embed one input (text or token ids) or many, on an engine of task embed; outputs come in the order given.
+
+        An embedding is the final hidden state of the input's last token; texts get what the tokenizer puts around them, such as
+        the end-of-text token that Qwen3-Embedding's appends. dimensions: keep only so many numbers, the first, of a model that
+        was trained for that (Matryoshka). normalize: scale to length 1, after that. instruction: what the texts are queries for,
+        put before each as Qwen3-Embedding has it; documents get none. Raises RequestError as `generate` does.
+        """
+        work = embedding_work(
+            self.engine.manifest,
+            _as_batch(inputs),
+            dimensions=dimensions,
+            normalize=normalize,
+            instruction=instruction,
+        )
+        return self._pool(work)
+
+    def classify(self, inputs: Prompt | Sequence[Prompt]) -> list[ClassificationOutput]:
+        """Classify one input (text or token ids) or many, on an engine of task classify; outputs come in the order given.
+
+        `engine.manifest.labels` names the labels. Raises RequestError as `generate` does.
+        """
+        return self._pool(classification_work(self.engine.manifest, _as_batch(inputs)))
+
+    def score(
+        self, query: str | Sequence[str], documents: str | Sequence[str], *, instruction: str | None = None
+    ) -> list[ScoreOutput]:
+        """How well each document suits the query, or its own of as many queries.
+
+        On an engine of task generate (Qwen3-Reranker) the probability of "yes" against "no" as the answer to whether it does,
+        asked in that model's own words with `instruction` as what to look for; on one of task classify with one label (rerankers
+        saved so) the probability of the label for the same prompt; on one of task embed the cosine of both embeddings,
+        `instruction` as in `embed`. Raises RequestError as `generate` does.
+        """
+        queries = [query] if isinstance(query, str) else _items("query", query, "text, or a list of texts")
+        texts = [documents] if isinstance(documents, str) else _items("documents", documents, "a list of texts")
+        return self._pool(
+            scoring_work(self.engine.manifest, self.engine.tokenizer, queries, texts, instruction=instruction)
+        )
+
+    def _pool(self, work: PoolingWork[Result]) -> list[Result]:
+        jobs = self._answer(work.prompts, [work.params] * len(work.prompts), work.add_special_tokens)
+        return work.results([PooledRow.of(job.output()) for job in jobs])
 
     def render(
         self,

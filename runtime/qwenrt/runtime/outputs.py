@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
+
 
 @dataclass(slots=True)
 class TokenLogprobs:
@@ -43,6 +46,42 @@ class RequestOutput:
     finished: bool
     num_cached_tokens: int = field(default=0)
     """Prompt tokens whose K and V came from the prefix cache (of the first answer)."""
+    pooled: npt.NDArray[np.float32] | None = None
+    """What a request with PoolingParams asked for, once it is finished; `outputs` is empty then."""
+
+
+@dataclass(slots=True)
+class EmbeddingOutput:
+    """An input's embedding."""
+
+    embedding: npt.NDArray[np.float32]
+    """[dimensions]"""
+    prompt_token_ids: list[int]
+    num_cached_tokens: int
+    """Prompt tokens whose K and V came from the prefix cache."""
+
+
+@dataclass(slots=True)
+class ClassificationOutput:
+    """The classes of an input."""
+
+    probs: npt.NDArray[np.float32]
+    """[labels] probabilities that sum to 1; of a single label its own, from 0 to 1."""
+    prompt_token_ids: list[int]
+    num_cached_tokens: int
+    """Prompt tokens whose K and V came from the prefix cache."""
+
+
+@dataclass(slots=True)
+class ScoreOutput:
+    """How well a document suits a query."""
+
+    score: float
+    """A reranker's probability, or the cosine of two embeddings."""
+    prompt_token_ids: list[int]
+    """Of the prompt of both, or of the query's and then the document's."""
+    num_cached_tokens: int
+    """Prompt tokens whose K and V came from the prefix cache."""
 
 
 @dataclass(slots=True)
@@ -65,6 +104,8 @@ class RequestDelta:
     outputs: list[CompletionDelta]
     finished: bool
     num_cached_tokens: int
+    """As in `RequestOutput`."""
+    pooled: npt.NDArray[np.float32] | None = None
     """As in `RequestOutput`."""
 
 

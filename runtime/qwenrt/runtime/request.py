@@ -1,4 +1,4 @@
-"""One sequence being generated, as the scheduler sees it."""
+"""One sequence being computed, as the scheduler sees it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from array import array
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from .sampling.params import SamplingParams
 from .sampling.sampler import SequenceSampler
 from .speculation import Drafter
 
@@ -34,8 +33,8 @@ class Request:
     num_prompt: int
     max_tokens: int
     """How many tokens may be generated, after every limit was applied."""
-    params: SamplingParams
-    sampler: SequenceSampler
+    sampler: SequenceSampler | None
+    """None: the logits of the last token are wanted as they are, and nothing is generated."""
     drafter: Drafter | None = None
     drafts: list[int] = field(default_factory=list)
     """Guesses at the tokens that follow `token_ids`, to be checked by the next step."""

@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from qwenrt.exporter import export
+from qwenrt.runtime.engine_dir import TASKS
 
 from .build import build_notices, plan_options
 from .options import COUNT
@@ -27,6 +28,11 @@ _DEFAULTS = {name: parameter.default for name, parameter in signature(export).pa
     default=_DEFAULTS["target"],
     show_default=True,
     help="What runs the engine.",
+)
+@click.option(
+    "--task",
+    type=click.Choice(TASKS),
+    help="What the engine is for.  [default: what the checkpoint is made for]",
 )
 @click.option(
     "--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help=f"What is computed in.  {_BY_TARGET}"
@@ -78,6 +84,7 @@ def command(model: str, out: Path, force: bool, **options: Any) -> None:
       qwenrt export ./Qwen3-0.6B engines/qwen3-0.6b
       qwenrt export Qwen/Qwen3-0.6B engines/qwen3-0.6b --max-model-len 4096
       qwenrt export ./Qwen3-0.6B-Q8_0.gguf engines/qwen3-0.6b --weights int8
+      qwenrt export ./Qwen3-Embedding-0.6B engines/embedding
       qwenrt export ./Qwen3-0.6B engines/small-cache --kv-dtype float16 --force
       qwenrt export ./Qwen3-0.6B engines/tuned --lora ./adapter
       qwenrt export ./Qwen3-0.6B engines/gpu --target tensorrt

@@ -123,6 +123,8 @@ def inspect_checkpoint(path: Path) -> dict[str, Any]:
     return {
         "kind": "checkpoint",
         "path": str(path),
+        "task": config.task,
+        "labels": list(config.labels),
         "model": dataclasses.asdict(model_spec(config)),
         "dtypes": dict(dtypes),
         "quantization": str(config.quantization) if config.quantization else None,
@@ -140,6 +142,7 @@ def _print(report: dict[str, Any]) -> None:
     heads = f"{model['num_heads']} query, {model['num_kv_heads']} key/value, of {model['head_dim']}"
     shape = {
         "architecture": model["architecture"],
+        "task": report["task"] + (f", {len(report['labels'])} labels" if report["labels"] else ""),
         "parameters": f"{model['num_parameters']:,}, {model['num_active_parameters']:,} of them for each token",
         "layers": model["num_layers"],
         "hidden, intermediate size": f"{model['hidden_size']}, {model['intermediate_size']}",

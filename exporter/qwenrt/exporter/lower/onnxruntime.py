@@ -33,9 +33,9 @@ def lower(model: ir.Model, weights: str) -> Lowered:
 
     Every Gemm becomes a `Linear` node of ours, which reads the matrix where the file is mapped: ONNX Runtime's own kernel is fast
     only on a private packed copy, has no bfloat16, and gives a row other bits in other company. The rows that Gather looks up in
-    a 16-bit embedding are cast to float32; in an integer one they are looked up by an `Embedding` node. Norms, biases and the
-    RoPE table stay float32: they are small. So, beside integers, do routers: what they round would choose other experts. Raises
-    ConfigError for integer experts that do not fill whole panels.
+    a 16-bit embedding are cast to float32; in an integer one they are looked up by an `Embedding` node. Norms, biases, the RoPE
+    table and a classifier's head stay float32: they are small. So, beside integers, do routers: what they round would choose
+    other experts. Raises ConfigError for integer experts that do not fill whole panels.
     """
     register_onnx_schemas()
     graph = model.graph
@@ -43,7 +43,7 @@ def lower(model: ir.Model, weights: str) -> Lowered:
     matrices = {
         name: value
         for name, value in graph.initializers.items()
-        if value.shape is not None and len(value.shape) == 2 and name != "rope"
+        if value.shape is not None and len(value.shape) == 2 and name not in ("rope", "score.weight")
     }
     for node in graph:
         if node.op_type == "Gemm":

@@ -71,7 +71,7 @@ class OnnxRuntimeBackend:
                 (f"kv_cache_out.{layer}", self._binding.bind_output),
             ):
                 bind(name, "cpu", 0, cache.dtype.type, cache.shape, cache.ctypes.data)
-        self._logits = np.empty((0, model.vocab_size), np.float32)
+        self._logits = np.empty((0, manifest.num_logits), np.float32)
 
     def execute(self, inputs: StepInputs) -> npt.NDArray[np.float32]:
         """Run the graph once; returns logits [R, vocab], valid until the next call."""
@@ -109,7 +109,7 @@ def _check_graph(session: ort.InferenceSession, manifest: EngineManifest) -> Non
     kind = {"float32": "tensor(float)", "float16": "tensor(float16)"}[manifest.kv_dtype]
     cache = (kind, ["num_blocks", 2, model.num_kv_heads, manifest.block_size, model.head_dim])
     expected = {f"kv_cache.{layer}": cache for layer in range(model.num_layers)}
-    expected["logits"] = ("tensor(float)", ["R", model.vocab_size])
+    expected["logits"] = ("tensor(float)", ["R", manifest.num_logits])
     found = {value.name: (value.type, value.shape) for value in (*session.get_inputs(), *session.get_outputs())}
     found = {name: value for name, value in found.items() if name.startswith("kv_cache.") or name == "logits"}
     for name in sorted(expected.keys() | found.keys()):

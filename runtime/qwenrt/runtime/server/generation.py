@@ -53,17 +53,17 @@ class Service:
             for stream in streams:
                 stream.close()
             raise
-        return Generation(self, streams, arrival)
+        return Generation(self, streams, params.n, arrival)
 
 
 class Generation:
     """Requests that were taken in together; choice `i * n + j` is the answer j to prompt i."""
 
-    def __init__(self, service: Service, streams: list[RequestStream], arrival: float) -> None:
+    def __init__(self, service: Service, streams: list[RequestStream], n: int, arrival: float) -> None:
         self._streams = streams
         self._meters = [RequestMeter(service.metrics, len(stream.prepared.token_ids), arrival) for stream in streams]
         self._closed = False
-        self.n = streams[0].prepared.params.n
+        self.n = n
         self.num_choices = len(streams) * self.n
         self._counter = _TokenCounter(service, streams, self.n)
 

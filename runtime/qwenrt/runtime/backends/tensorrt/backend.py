@@ -51,10 +51,10 @@ class TensorRtBackend:
             self._stream = device.create_stream()
             give_back(resources, device.destroy_stream, self._stream)
             self._buffers = StepBuffers(device, self._largest, resources)
-            logits_bytes = limits.max_num_seqs * spec.vocab_size * 4
+            logits_bytes = limits.max_num_seqs * manifest.num_logits * 4
             logits_host = device.allocate_pinned(logits_bytes)
             give_back(resources, device.free_pinned, logits_host)
-            self._logits = logits_host.view(np.float32).reshape(-1, spec.vocab_size)
+            self._logits = logits_host.view(np.float32).reshape(-1, manifest.num_logits)
             self._logits_address = _allocate(device, logits_bytes, resources)
             memory_bytes = max(loaded.engine.device_memory_size_v2, 1)
             memory = _allocate(device, memory_bytes, resources), memory_bytes

@@ -88,7 +88,7 @@ def tensor_shapes(manifest: EngineManifest) -> dict[str, Shape]:
     spec = manifest.model
     cache = (-1, 2, spec.num_kv_heads, manifest.block_size, spec.head_dim)
     shapes: dict[str, Shape] = {name: (-1, -1) if name == "block_tables" else (-1,) for name in INDEX_INPUTS}
-    shapes["logits"] = (-1, spec.vocab_size)
+    shapes["logits"] = (-1, manifest.num_logits)
     for layer in range(spec.num_layers):
         shapes[f"kv_cache.{layer}"] = shapes[f"kv_cache_out.{layer}"] = cache
     return shapes

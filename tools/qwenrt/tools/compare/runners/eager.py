@@ -43,6 +43,7 @@ class EagerRunner(PagedRunner):
             block_size=manifest.block_size,
             max_model_len=manifest.limits.max_model_len,
             dtype=self._dtype,
+            task=manifest.task,
         )
 
     def deactivate_impl(self) -> None:
