@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
+import random
+from pathlib import Path
 
 import pytest
 
-from qwenrt.tools.load.client import Trace
-from qwenrt.tools.load.report import summarize
-from qwenrt.tools.load.workload import Range, Workload
+from qwenrt.tools.load.load import Load, LogNormal, Range
+from qwenrt.tools.load.trace import Slo, Trace, median_summary, summarize
 
 from .conftest import Here
 from .openai_server import Events, Respond, Serve
@@ -93,7 +95,11 @@ def test_a_server_that_is_not_there_is_one_line(here: Here) -> None:
         ((), "give an ENGINE folder, or --url"),
         (("engine", "--url", "http://localhost:1/v1"), "give an ENGINE folder, or --url"),
         (("--url", "http://localhost:1/v1", "--threads", "2"), "--threads says nothing about a server"),
-        (("engine", "--rate", "2"), "--rate says nothing about an engine folder"),
+        (("engine", "--rate", "2"), "--rate says nothing without --workload mix"),
+        (("engine", "--workload", "decode", "--concurrency", "2"), "--concurrency says nothing without --workload mix"),
+        (("engine", "--model", "m"), "--model says nothing about an engine folder"),
+        (("--url", "http://localhost:1/v1", "--workload", "mix"), "--workload says nothing about a server"),
+        (("--url", "http://localhost:1/v1", "--words", "lognormal:9:1:3"), "'lognormal:9:1:3' is no size"),
         (("--url", "localhost:1"), "it looks like http://"),
         (("--url", "http://localhost:1/v1", "--words", "9-3"), "'9-3' is no size"),
     ],
@@ -104,9 +110,9 @@ def test_options_that_do_not_go_together_are_bad_usage(here: Here, arguments: tu
     assert message in " ".join(stderr.split())
 
 
-def test_a_workload_is_the_same_for_the_same_seed_and_arrives_at_its_rate() -> None:
-    def make(seed: int) -> Workload:
-        return Workload(requests=2000, words=Range(1, 3), new_tokens=Range(4, 8), shared_words=0, rate=50.0, seed=seed)
+def test_a_load_is_the_same_for_the_same_seed_and_arrives_at_its_rate() -> None:
+    def make(seed: int) -> Load:
+        return Load(requests=2000, words=Range(1, 3), new_tokens=Range(4, 8), shared_words=0, rate=50.0, seed=seed)
 
     works = list(make(1))
     assert works == list(make(1)) != list(make(2))
@@ -114,15 +120,45 @@ def test_a_workload_is_the_same_for_the_same_seed_and_arrives_at_its_rate() -> N
     assert {work.max_tokens for work in works} == {4, 5, 6, 7, 8}
 
 
+def test_log_normal_sizes_have_their_median_their_spread_and_their_most() -> None:
+    rng = random.Random(5)
+    sizes = sorted(LogNormal(100, 0.8, 1000).draw(rng) for _ in range(20_000))
+    assert sizes[10_000] == pytest.approx(100, rel=0.05)
+    assert math.log(sizes[16_827] / 100) == pytest.approx(0.8, rel=0.05)  # 84.13 %: one sigma above
+    assert sizes[0] >= 1
+    assert sizes[-1] == 1000
+
+
 def test_a_summary_is_of_the_answered_requests() -> None:
     traces = [
-        Trace(0.0, [0.1, 0.2, 0.4], 0.5, prompt_tokens=10, completion_tokens=3),
+        Trace(0.0, [0.1, 0.2, 0.4], 0.5, prompt_tokens=10, cached_tokens=4, completion_tokens=3),
         Trace(1.0, [1.3], 2.0, prompt_tokens=10, completion_tokens=1),
         Trace(1.0, [], 1.5, error="status 429"),
     ]
-    result = summarize(traces)
+    slo = Slo(ttft=0.35, tpot=0.2)
+    result = summarize(traces, slo)
     assert (result["requests"], result["failed"], result["errors"]) == (3, 1, {"status 429": 1})
     assert result["output_tokens_per_s"] == pytest.approx(4 / 2.0)
     assert result["ttft_ms"]["mean"] == pytest.approx((100 + 300) / 2)
     assert result["itl_ms"]["mean"] == pytest.approx(150)
-    assert summarize(traces[2:]) == {"requests": 1, "failed": 1, "errors": {"status 429": 1}}
+    assert result["cached_share"] == 0.2
+    assert result["goodput_per_s"] == pytest.approx(2 / 2.0)
+    assert result["slo_share"] == pytest.approx(2 / 3)
+    assert summarize(traces, Slo(ttft=0.2, tpot=0.2))["goodput_per_s"] == pytest.approx(0.5)
+    assert summarize(traces, Slo(ttft=0.35, tpot=0.1))["goodput_per_s"] == pytest.approx(0.5)
+    assert summarize(traces[2:], slo) == {"requests": 1, "failed": 1, "errors": {"status 429": 1}}
+
+
+def test_several_runs_of_a_load_are_their_medians() -> None:
+    runs = [
+        {"failed": count, "errors": {"x": count} if count else {}, "itl_ms": {"p50": 10.0 * count}, "e2e_ms": None}
+        for count in (0, 3, 1)
+    ]
+    assert median_summary(runs) == {"failed": 1, "errors": {"x": 4}, "itl_ms": {"p50": 10.0}, "e2e_ms": None}
+
+
+def test_plots_of_a_server_are_drawn(serve: Serve, here: Here, tmp_path: Path) -> None:
+    server = serve(lambda body: answer(4, 0.002))
+    options = ("--concurrency", "1", "--concurrency", "2", "--requests", "4", "--plots", tmp_path / "plots")
+    assert here("bench", "--url", server.url, *options)[0] == 0
+    assert sorted(path.name for path in (tmp_path / "plots").iterdir()) == ["latency.png", "throughput.png"]

@@ -29,7 +29,7 @@ COMMANDS = {
     "chat": ("chat", "Talk with an engine or a server."),
     "serve": ("serve", "Serve an engine over HTTP, with OpenAI's API and a chat page at /."),
     "compare": ("compare.command", "Compare an engine with the model that it was made of."),
-    "bench": ("bench", "Measure an engine's speed and memory, or a server's under load."),
+    "bench": ("bench.command", "Measure an engine's speed and memory, or a server's under load."),
     "inspect": ("inspect", "Show what an engine folder or a checkpoint holds."),
     "make-checkpoint": ("make_checkpoint", "Write a random-weight Qwen3 checkpoint, for benchmarks and tests."),
 }

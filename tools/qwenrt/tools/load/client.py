@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
@@ -12,22 +11,10 @@ import httpx
 
 from qwenrt.plugins import QwenrtError
 
-from .workload import Work
+from .load import Work
+from .trace import Trace
 
 _MOST_LINE_BYTES = 1 << 20
-
-
-@dataclass(slots=True)
-class Trace:
-    """Times of one request, in seconds of `perf_counter`, and its tokens as the server counts them; `error` if it failed."""
-
-    started: float
-    arrivals: list[float] = field(default_factory=list)
-    """When each event with text came: the first one is the time to the first token."""
-    ended: float = 0.0
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    error: str | None = None
 
 
 class Client:
@@ -96,6 +83,7 @@ async def _read(response: httpx.Response, trace: Trace) -> None:
         if usage := event.get("usage"):
             trace.prompt_tokens = int(usage["prompt_tokens"])
             trace.completion_tokens = int(usage["completion_tokens"])
+            trace.cached_tokens = int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
     if not trace.completion_tokens:
         trace.error = "the answer ended without usage"
 

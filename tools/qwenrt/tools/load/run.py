@@ -1,4 +1,4 @@
-"""Runs a workload: closed loop (so many clients, each with one request at a time) or open loop (requests when they are due)."""
+"""Runs a load on a server: closed loop (clients with one request each at a time) or open loop (requests when they are due)."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import asyncio
 from collections.abc import Callable, Iterator
 from time import perf_counter
 
-from .client import Client, Trace
-from .workload import Work, Workload
+from .client import Client
+from .load import Load, Work
+from .trace import Trace
 
 
-async def run(client: Client, workload: Workload, concurrency: int, on_end: Callable[[], None]) -> list[Trace]:
+async def run(client: Client, load: Load, concurrency: int, on_end: Callable[[], None]) -> list[Trace]:
     """Traces of all requests, at most `concurrency` of them in flight at once; `on_end` is called after each.
 
     A request that is due while all clients are busy waits, and its time counts from when it was due.
     """
-    queue = iter(workload)
+    queue = iter(load)
     start = perf_counter()
     traces: list[Trace] = []
 
@@ -24,19 +25,17 @@ async def run(client: Client, workload: Workload, concurrency: int, on_end: Call
             due = start + work.due
             await asyncio.sleep(max(0.0, due - perf_counter()))
             trace = await client.complete(work)
-            if workload.rate is not None:
+            if load.rate is not None:
                 trace.started = due
             traces.append(trace)
             on_end()
 
     async with asyncio.TaskGroup() as group:
-        for _ in range(min(concurrency, workload.requests)):
+        for _ in range(min(concurrency, load.requests)):
             group.create_task(worker())
     return traces
 
 
-def warm_up_work(workload: Workload) -> Iterator[Work]:
-    """A request like the workload's, with a prompt of its own."""
-    return iter(
-        Workload(requests=1, words=workload.words, new_tokens=workload.new_tokens, shared_words=0, rate=None, seed=-1)
-    )
+def warm_up_work(load: Load) -> Iterator[Work]:
+    """A request like the load's, with a prompt of its own."""
+    return iter(Load(requests=1, words=load.words, new_tokens=load.new_tokens, shared_words=0, rate=None, seed=-1))
