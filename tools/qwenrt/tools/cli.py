@@ -28,6 +28,7 @@ COMMANDS = {
     "generate": ("generate", "Answer prompts with an engine."),
     "chat": ("chat", "Talk with an engine or a server."),
     "serve": ("serve", "Serve an engine over HTTP, with OpenAI's API and a chat page at /."),
+    "batch": ("batch", "Answer a file of requests in OpenAI's batch format."),
     "compare": ("compare.command", "Compare an engine with the model that it was made of."),
     "bench": ("bench.command", "Measure an engine's speed and memory, or a server's under load."),
     "inspect": ("inspect", "Show what an engine folder or a checkpoint holds."),

@@ -40,6 +40,14 @@ def stages_bar(label: str) -> Iterator[Callable[[str, int, int], None]]:
         yield show
 
 
+@contextmanager
+def rows_bar(label: str) -> Iterator[Callable[[str, int, int | None], None]]:
+    """A bar for rows of a file, with the time that is left; yields what takes (label, bytes done, bytes in all or None)."""
+    with _progress(BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), TimeRemainingColumn()) as bar:
+        task = bar.add_task(label, total=None)
+        yield lambda label, done, total: bar.update(task, description=label, completed=done, total=total)
+
+
 class Spinner:
     """A line with what is being done now and for how long."""
 

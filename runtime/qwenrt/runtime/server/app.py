@@ -11,6 +11,7 @@ from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.routing import APIRouter
 from pydantic import BaseModel
+from starlette.applications import Starlette
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
 from . import chat, completions, responses, tokens
@@ -48,17 +49,28 @@ _PAGE_POLICY = (
 
 
 def create_app(service: Service, *, api_keys: Sequence[str] = (), cors_origins: Sequence[str] = ()) -> FastAPI:
-    """The ASGI application that serves `service`."""
+    """The ASGI application that serves `service` to clients."""
+    app = create_inner_app(service)
+    add_guards(app, api_keys=api_keys, cors_origins=cors_origins)
+    return app
+
+
+def create_inner_app(service: Service) -> FastAPI:
+    """The application without what keeps clients in check; a request's scope must have a `tenant` in its state."""
     app = FastAPI(title="qwenrt", version=version("qwenrt"), docs_url=None, redoc_url=None, responses=_ERRORS)
     add_error_handlers(app)
     app.add_exception_handler(ClientLeftError, _nobody_listens)
     app.include_router(_generation_routes(service))
     app.include_router(_information_routes(service))
+    return app
+
+
+def add_guards(app: Starlette, *, api_keys: Sequence[str] = (), cors_origins: Sequence[str] = ()) -> None:
+    """Make an application check its clients: keys, bodies, and which web pages they come from."""
     app.add_middleware(BodyCheck)
     app.add_middleware(KeyCheck, keys=api_keys)
     if cors_origins:
         app.add_middleware(CORSMiddleware, allow_origins=cors_origins, allow_methods=["*"], allow_headers=["*"])
-    return app
 
 
 def _generation_routes(service: Service) -> APIRouter:
