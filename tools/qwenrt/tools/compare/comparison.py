@@ -7,14 +7,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from qwenrt.plugins import ConfigError
-from qwenrt.runtime import LLM, EngineDir
+from qwenrt.runtime import LLM, EngineDir, RequestOutput
 from qwenrt.runtime.text.tokenizer import Tokenizer
 
 from .batch_files import BatchWriter, load_batches
 from .batches import Batch, make_batches
 from .bisect import bisect
 from .feeds import Array
-from .greedy import compare_greedy
+from .greedy import compare_greedy, generate_greedily
 from .layers import LayerWalk, compare_layers, worst_errors
 from .perplexity import compare_perplexity
 from .references import executor
@@ -98,6 +98,7 @@ class Comparer:
 
     def run(self, writer: BatchWriter | None = None) -> Comparison:
         """All of it; the reference's weights are in memory while this runs, and no longer. `writer` gets every batch."""
+        answers = self._generate()
         self.progress(f"loading {self.reference.name}")
         with self.reference, self.subject.whole:
             self._steps(writer)
@@ -106,8 +107,8 @@ class Comparer:
             self._layers()
             if self.wanted.bisect:
                 self._bisect()
-            if self.wanted.tokens:
-                self._greedy()
+            if answers:
+                self._greedy(answers)
             if self.wanted.perplexity is not None:
                 self._perplexity(self.wanted.perplexity)
         return self.result
@@ -181,19 +182,27 @@ class Comparer:
         self.progress(f"batch {batch.name}: bisecting {segment.name}")
         self.result.bisection = bisect(self.subject.parts, self.reference, batch, segment, self.tolerance)
 
-    def _greedy(self) -> None:
+    def _generate(self) -> list[tuple[str, RequestOutput]]:
+        """What the engine itself says after each prompt; before all else, so that its weights are in memory once at a time."""
+        if not self.wanted.tokens:
+            return []
         if not self.subject.in_runtime:
             self.result.notes.append(
                 f"greedy tokens were not compared: the runtime has no backend {self.subject.backend}"
             )
-            return
+            return []
         if self.subject.engine.manifest.limits.max_model_len < 2:
             self.result.notes.append("greedy tokens were not compared: the engine's sequences end after one token")
-            return
+            return []
         self.progress("greedy tokens")
-        llm = self.subject.llm()
+        outputs = generate_greedily(self.subject.llm(), self.wanted.prompts, self.wanted.tokens)
+        return list(zip(self.wanted.prompts, outputs, strict=True))
+
+    def _greedy(self, answers: Sequence[tuple[str, RequestOutput]]) -> None:
+        self.progress("the reference's opinion of the greedy tokens")
+        tokenizer = Tokenizer.from_dir(self.subject.engine.path)
         checks, self.result.divergences = compare_greedy(
-            llm, self.subject.whole, self.reference, self.wanted.prompts, self.wanted.tokens, self.tolerance
+            answers, self.subject.whole, self.reference, tokenizer, self.tolerance
         )
         self.result.checks += worst_checks(checks)
 

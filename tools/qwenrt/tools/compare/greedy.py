@@ -13,70 +13,72 @@ import numpy as np
 
 from qwenrt.plugins import RequestError
 from qwenrt.runtime import LLM, RequestOutput, SamplingParams
+from qwenrt.runtime.text.tokenizer import Tokenizer
 
-from .batches import one_sequence
 from .feeds import Array
 from .metrics import distributions
 from .results import Check, Divergence
 from .runners.base import PagedRunner
 from .steps import relative_margins
+from .text_logits import logits_after
 from .tolerances import Tolerance
 
 _MEASURE = "greedy tokens"
 
 
-def compare_greedy(
-    llm: LLM,
-    engine: PagedRunner,
-    reference: PagedRunner,
-    prompts: Sequence[str],
-    num_tokens: int,
-    tolerance: Tolerance,
-) -> tuple[list[Check], list[Divergence]]:
-    """Generate `num_tokens` after each prompt, fewer if the engine's length (of 2 at least) ends before; prompts are cut to fit.
-
-    A token may differ where the reference has both for about equally likely, as in `steps`.
-    """
+def generate_greedily(llm: LLM, prompts: Sequence[str], num_tokens: int) -> list[RequestOutput]:
+    """What the engine itself says after each prompt, of `num_tokens` or as many as its length allows; prompts are cut to fit."""
     room = llm.engine.limits.max_model_len
     num_tokens = min(num_tokens, room - 1)
     params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
-    texts = [llm.engine.tokenizer.encode(prompt)[: room - num_tokens] for prompt in prompts]
+    return llm.generate([llm.engine.tokenizer.encode(prompt)[: room - num_tokens] for prompt in prompts], params)
+
+
+def compare_greedy(
+    answers: Sequence[tuple[str, RequestOutput]],
+    engine: PagedRunner,
+    reference: PagedRunner,
+    tokenizer: Tokenizer,
+    tolerance: Tolerance,
+) -> tuple[list[Check], list[Divergence]]:
+    """Judge what the engine generated after each prompt.
+
+    A token may differ where the reference has both for about equally likely, as in `steps`.
+    """
     checks, divergences = [], []
-    for prompt, output in zip(prompts, llm.generate(texts, params), strict=True):
+    for prompt, output in answers:
         answer = output.outputs[0]
         if answer.finish_reason == "abort":
             checks.append(Check(_MEASURE, math.inf, 2 * tolerance.logits, _quoted(prompt), str(answer.stop_reason)))
             continue
-        check, divergence = _compare_one(llm, engine, reference, prompt, output, tolerance)
+        check, divergence = _compare_one(prompt, output, engine, reference, tokenizer, tolerance)
         checks.append(check)
         divergences.append(divergence)
     return checks, divergences
 
 
 def _compare_one(
-    llm: LLM, engine: PagedRunner, reference: PagedRunner, prompt: str, output: RequestOutput, tolerance: Tolerance
+    prompt: str,
+    output: RequestOutput,
+    engine: PagedRunner,
+    reference: PagedRunner,
+    tokenizer: Tokenizer,
+    tolerance: Tolerance,
 ) -> tuple[Check, Divergence]:
     chosen = output.outputs[0].token_ids
-    text = [*output.prompt_token_ids, *chosen[:-1]]
-    feed = one_sequence(text, llm.engine.manifest, 0, len(text))
-    first = len(output.prompt_token_ids) - 1
-    actual, expected = (_logits(runner, feed) for runner in (engine, reference))
-    best = expected[first:].argmax(1)
+    best, margins, kl = _choices(engine, reference, output.prompt_token_ids, chosen)
     agrees = best == np.array(chosen)
-    kl = [float(value) for value in distributions(actual, expected).kl] if np.isfinite(actual).all() else []
     if agrees.all():
         where = f"{len(chosen)} tokens after {_quoted(prompt)}"
         return Check(_MEASURE, 0.0, 2 * tolerance.logits, where), Divergence(prompt, len(chosen), None, kl=kl)
     position = int((~agrees).argmax())
-    row = expected[first + position]
-    margins = relative_margins(row[best[position], None] - row[chosen[position], None], row[None])
     divergence = Divergence(
         prompt=prompt,
         num_tokens=len(chosen),
         position=position,
-        engine_token=_token(llm, chosen[position]),
-        reference_token=_token(llm, int(best[position])),
-        margin=float(margins[0]),
+        engine_token=_token(tokenizer, chosen[position]),
+        reference_token=_token(tokenizer, int(best[position])),
+        margin=float(margins[position]),
         agreement=float(agrees.mean()),
         kl=kl,
     )
@@ -85,15 +87,28 @@ def _compare_one(
     return Check(_MEASURE, divergence.margin, 2 * tolerance.logits, where, note), divergence
 
 
-def _logits(runner: PagedRunner, feed: dict[str, Array]) -> Array:
-    found: list[Array] = []
-    runner.visit(feed, ["logits"], lambda name, values: found.append(values.copy()))
-    return found[0]
+def _choices(
+    engine: PagedRunner, reference: PagedRunner, prompt: Sequence[int], chosen: Sequence[int]
+) -> tuple[Array, Array, list[float]]:
+    """In the place of every chosen token the reference's choice and by how much; KL divergences, none where one is not finite."""
+    text, first = [*prompt, *chosen[:-1]], len(prompt) - 1
+    best: list[int] = []
+    margins: list[float] = []
+    kl: list[float] = []
+    finite = True
+    for actual, expected in zip(*(logits_after(runner, text, first) for runner in (engine, reference)), strict=True):
+        rows, tops = np.arange(len(expected)), expected.argmax(1)
+        picked = chosen[len(best) : len(best) + len(expected)]
+        margins += relative_margins(expected[rows, tops] - expected[rows, picked], expected).tolist()
+        best += tops.tolist()
+        finite = finite and bool(np.isfinite(actual).all())
+        kl = [*kl, *distributions(actual, expected).kl.tolist()] if finite else []
+    return np.array(best), np.array(margins), kl
 
 
-def _token(llm: LLM, token_id: int) -> str:
+def _token(tokenizer: Tokenizer, token_id: int) -> str:
     try:
-        return f"{token_id} {llm.engine.tokenizer.decode([token_id], skip_special_tokens=False)!r}"
+        return f"{token_id} {tokenizer.decode([token_id], skip_special_tokens=False)!r}"
     except RequestError:
         return str(token_id)
 

@@ -14,17 +14,12 @@ import numpy as np
 import numpy.typing as npt
 
 from qwenrt.plugins import ConfigError
-from qwenrt.runtime import EngineManifest
 
-from .batches import one_sequence
-from .feeds import Array, kv_names
 from .metrics import log_softmax
 from .results import Check, Perplexity
 from .runners.base import PagedRunner
+from .text_logits import logits_after
 from .tolerances import Tolerance
-
-_MAX_LOGITS = 1 << 25
-"""Values of a step's logits, so that a large vocabulary does not take gigabytes."""
 
 Floats = npt.NDArray[np.float64]
 
@@ -77,29 +72,14 @@ def _windows(num_tokens: int, window: int) -> Iterator[tuple[int, int, int]]:
 
 
 def negative_log_likelihoods(runner: PagedRunner, token_ids: Sequence[int], first: int) -> Floats:
-    """-log p, in nats, of tokens `first` (1 or more) to the last, each given those before it; computed in steps."""
-    manifest = runner.manifest
-    chunk = _chunk(manifest)
-    targets = np.array(token_ids[1:])
-    found: list[Floats] = []
-    pools: dict[str, Array] | None = None
-    for start in range(0, len(targets), chunk):
-        stop = min(start + chunk, len(targets))
-        feed = one_sequence(token_ids, manifest, start, stop, pools)
-        outputs: dict[str, Array] = {}
-        last = stop == len(targets)
-        wanted = ["logits"] if last else ["logits", *(name.replace(".", "_out.") for name in kv_names(manifest))]
-        runner.visit(feed, wanted, lambda name, values, outputs=outputs: outputs.update({name: values.copy()}))  # type: ignore[misc]
-        logits = outputs.pop("logits")
-        rows = zip(logits, targets[start:stop], strict=True)
-        found.append(np.array([-log_softmax(row)[target] for row, target in rows]))
-        pools = outputs
-    return np.concatenate(found)[first - 1 :]
-
-
-def _chunk(manifest: EngineManifest) -> int:
-    """Tokens of a step, all of whose logits are wanted."""
-    return max(1, min(manifest.limits.max_num_batched_tokens, _MAX_LOGITS // manifest.model.vocab_size))
+    """-log p, in nats, of tokens `first` (1 or more) to the last, each given those before it."""
+    targets = iter(token_ids[first:])
+    found = [
+        -log_softmax(row)[target]
+        for logits in logits_after(runner, token_ids[:-1], first - 1)
+        for row, target in zip(logits, targets, strict=False)
+    ]
+    return np.array(found)
 
 
 def _mean(values: Floats) -> tuple[float, float]:
