@@ -250,6 +250,8 @@ void fail(const char* format, ...) {
     abort();  // nobody resumes a failed launch
 }
 
+Work work;
+
 cudaError_t launch(const void* function, dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t,
                    const std::function<void()>& kernel) {
     constexpr size_t kDefaultShared = 48 * 1024, kMostShared = 227 * 1024;
@@ -262,6 +264,7 @@ cudaError_t launch(const void* function, dim3 grid, dim3 block, size_t shared_by
     const size_t allowed = limit == machine.shared_limits.end() ? kDefaultShared : std::max(kDefaultShared, limit->second);
     if (shared_bytes > std::min(allowed, kMostShared)) return cudaErrorInvalidValue;
     ++machine.num_launches;
+    work.shared = std::max(work.shared, static_cast<int64_t>(shared_bytes));
     if (machine.dry_run) return cudaSuccess;
     machine.kernel = &kernel;
     machine.failed = false;
@@ -312,6 +315,7 @@ void copy_wait(int pending) {
             race::access(copy.shared, copy.bytes, true);
             if (copy.valid) {
                 race::access(copy.global, copy.bytes, false);
+                work.copied += copy.bytes;
                 std::memcpy(copy.shared, copy.global, copy.bytes);
             } else {
                 std::memset(copy.shared, 0, copy.bytes);
@@ -361,6 +365,13 @@ void simt_configure(unsigned seed, int num_sms) {
 int simt_dry_run(int on) {
     simt::machine.dry_run = on != 0;
     return std::exchange(simt::machine.num_launches, 0);
+}
+
+void simt_work(int64_t* copied, int64_t* products, int64_t* shared) {
+    const simt::Work done = std::exchange(simt::work, {});
+    *copied = done.copied;
+    *products = done.products;
+    *shared = done.shared;
 }
 
 const char* simt_error() { return simt::machine.error.c_str(); }

@@ -42,6 +42,7 @@ void load_matrices(uint32_t (&registers)[4], const void* row, bool transposed, i
 void multiply(const Multiply& lane, int line) {
     Multiply own = lane;
     warp_collective("mma", line, 0xffffffffu, &own, [](Operands lanes) {
+        ++work.products;
         float a[16][16], b[16][8];
         for (int l = 0; l < kWarp; ++l) {
             const Multiply& from = *static_cast<Multiply*>(lanes[l]);

@@ -35,6 +35,14 @@ unsigned char* shared_memory();
 
 bool in_shared_memory(const void* address, size_t bytes);
 
+// What the launches have done since simt_work() was last called.
+struct Work {
+    int64_t copied = 0;    // bytes that cp.async brought from global memory
+    int64_t products = 0;  // mma.sync, each of one warp
+    int64_t shared = 0;    // the most dynamic shared memory of a block
+};
+extern Work work;
+
 void block_barrier();
 
 // What one lane brings to a collective operation of its warp, by lane; null for lanes outside the mask.

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from gpu_check.cases import BFLOAT16, FLOAT8, FLOAT16, MIXED, Call, Case, make_call, suite
+from gpu_check.memory import Array
 from gpu_check.op_suite import ATTN_TOLERANCE, check, check_float8
 from tests.simt.build import KERNELS, Variant, build, missing
 
@@ -107,6 +108,47 @@ def test_chunks_of_a_prompt_are_the_whole_prompt(cuda: EmulatedCuda) -> None:
     np.testing.assert_allclose(
         np.concatenate(pieces).astype(np.float32), attn.astype(np.float32), rtol=bound, atol=bound
     )
+
+
+def part_of(call: Call, sequence: int, first: int, count: int, pool: Array) -> Call:
+    """A step of its own for `count` rows of a sequence from its row `first` on, over `pool`."""
+    tensors, row = dict(call.tensors), call.tensors["query_start"][sequence] + first
+    tensors |= {name: tensors[name][row : row + count] for name in ("qkv", "positions")}
+    tensors["block_tables"] = tensors["block_tables"][sequence : sequence + 1]
+    tensors["seq_lens"] = tensors["positions"][-1:] + 1
+    tensors |= {"query_start": np.array([0, count], np.int32), "kv_cache": pool}
+    return Call(tensors, call.attributes)
+
+
+@pytest.mark.parametrize("kv_dtype", [None, FLOAT8], ids=["16 bits", "float8"])
+def test_bits_of_a_prompt_depend_neither_on_the_batch_nor_on_its_cuts(cuda: EmulatedCuda, kv_dtype: Any) -> None:
+    """As long as every piece is one for the prefill kernel: of more than 8 rows, where 2 heads share a KV head."""
+    call = make_call([(1, 300), (150, 210), (2, 40)], dtype=BFLOAT16, kv_dtype=kv_dtype, num_heads=4, head_dim=128)
+    together, _ = cuda.paged_attention(**call.arguments)
+    rows = together[1:151].view(np.uint16)
+    for cuts in ((150,), (9, 61, 64, 16)):
+        first, found, written = 0, [], call.tensors["kv_cache"]
+        for count in cuts:
+            attn, written = cuda.paged_attention(**part_of(call, 1, first, count, written).arguments)
+            found.append(attn.view(np.uint16))
+            first += count
+        np.testing.assert_array_equal(np.concatenate(found), rows)
+
+
+def test_a_decoding_sequence_has_the_same_bits_in_the_same_batch_and_nearly_the_same_in_others(
+    cuda: EmulatedCuda,
+) -> None:
+    """Where its context is split follows from the other sequences' lengths: what plugins/README.md says of CUDA."""
+    call = make_call([(1, 700), (1, 333), (1, 64), (1, 512)], dtype=BFLOAT16)
+    together, _ = cuda.paged_attention(**call.arguments)
+    again, _ = cuda.paged_attention(**call.arguments)
+    np.testing.assert_array_equal(together.view(np.uint16), again.view(np.uint16))
+    bound = ATTN_TOLERANCE[BFLOAT16]
+    for sequence in range(4):
+        alone, _ = cuda.paged_attention(**part_of(call, sequence, 0, 1, call.tensors["kv_cache"]).arguments)
+        np.testing.assert_allclose(
+            alone.astype(np.float32), together[sequence : sequence + 1].astype(np.float32), rtol=bound, atol=bound
+        )
 
 
 @DTYPES
