@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import mmap
 import os
 import shutil
 import signal
@@ -25,6 +26,7 @@ from qwenrt.plugins import ConfigError, library
 from qwenrt.plugins.schema import PLAN_VERSION
 from qwenrt.runtime import EngineDir
 from qwenrt.runtime.plan import Plan
+from qwenrt.tools.make_checkpoint import SHAPES, make_checkpoint
 from tests.checkpoints import write_checkpoint
 from tests.plugins.tensorrt.build import build_plugin, missing
 from tests.plugins.tensorrt.rtx import missing_rtx, rtx_environment
@@ -397,3 +399,38 @@ def test_every_format_is_built_for_every_generation_that_has_it(tmp_path: Path, 
         DEMO, tmp_path / "engine", target="tensorrt-rtx", weights=weights, compute_capabilities=[capability], **options
     )
     assert [plan.compute_capability for plan in engine.manifest.plans] == [capability]
+
+
+@pytest.fixture(scope="module")
+def checkpoint_of_28_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The shape of Qwen3-0.6B, random weights."""
+    return make_checkpoint(tmp_path_factory.mktemp("28") / "checkpoint", SHAPES["0.6B"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("weights", "dtype", "capability"),
+    [
+        ("bfloat16", "bfloat16", "8.9"),
+        ("float16", "float16", "12.0"),
+        ("int4", "bfloat16", "8.9"),
+        ("fp8", "bfloat16", "12.0"),
+        ("fp8-channel", "float16", "8.9"),
+    ],
+)
+def test_28_layers_are_built(
+    checkpoint_of_28_layers: Path, tmp_path: Path, weights: str, dtype: str, capability: str
+) -> None:
+    engine = export(
+        checkpoint_of_28_layers,
+        tmp_path / "engine",
+        target="tensorrt-rtx",
+        dtype=dtype,
+        weights=weights,
+        compute_capabilities=[capability],
+    )
+    (plan,) = engine.manifest.plans
+    assert plan.compute_capability == capability
+    with engine.file(plan.file).open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        assert all(content.find(f"model.layers.{layer}.self_attn".encode()) >= 0 for layer in range(28))
+        assert len(content) > engine.file("model.safetensors").stat().st_size

@@ -13,9 +13,11 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+from qwenrt.exporter import export
+from qwenrt.plugins import ConfigError
 from qwenrt.plugins.schema import DOMAIN, PAGED_ATTENTION
 
-from .build import build_plugin, missing
+from .build import REPOSITORY, build_plugin, missing
 from .rtx import missing_rtx, rtx_environment
 
 ATTRIBUTES = {
@@ -38,6 +40,7 @@ SHAPES: dict[str, list[int | str]] = {
     "kv_cache_out": ["num_blocks", 2, 8, 32, 128],
 }
 
+DEMO = REPOSITORY / "tools" / "demo" / "checkpoint"
 POLYGRAPHY = ("-c", "from polygraphy.tools import main; main()")
 """Its command line."""
 
@@ -180,3 +183,24 @@ def test_polygraphy_converts_with_the_plugin(plugin: Path, tmp_path: Path) -> No
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert b"PagedAttention" in engine.read_bytes()
+
+
+def test_the_readmes_command_converts_a_whole_graph(plugin: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="has all but its plan"):
+        export(DEMO, tmp_path / "engine", target="tensorrt")
+    readme = (REPOSITORY / "plugins" / "tensorrt" / "README.md").read_text(encoding="utf-8").replace("\\\n", "")
+    (line,) = (line.strip() for line in readme.splitlines() if " polygraphy convert " in line)
+    name, _, command = line.replace("libqwenrt_tensorrt.so", str(plugin)).partition(" polygraphy ")
+    variable, _, value = name.partition("=")
+    done = subprocess.run(
+        [sys.executable, *POLYGRAPHY, *command.split()],
+        env=rtx_environment() | {variable: value},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    plan = (tmp_path / "engine.plan").read_bytes()
+    assert plan.count(b"PagedAttention") >= 4
+    assert len(plan) > (tmp_path / "engine" / "model.safetensors").stat().st_size
