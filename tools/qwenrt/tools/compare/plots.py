@@ -84,6 +84,7 @@ def error_by_node(found: Bisection) -> str:
     """The errors of a bisected part's values, in the graph's order."""
     figure, axes = _figure()
     names = list(found.errors)
+    figure.set_figheight(min(_HEIGHT, 1 + len(names) / 3))
     colors = ["tab:red" if name == found.tensor else "tab:blue" for name in names]
     axes.barh(range(len(names)), _drawn(list(found.errors.values())), color=colors, left=_FLOOR)
     axes.axvline(found.budget, color="tab:red", linewidth=0.8, linestyle="--")
