@@ -22,7 +22,7 @@ PATHS = [str(HERE.parent), str(HERE.parents[1] / "plugins")]
 sys.path = [*PATHS, *(path for path in sys.path if Path(path).absolute() != HERE)]
 
 from gpu_check.parts import Part, Result, Row, run_part  # noqa: E402
-from gpu_check.report import op_suite_passed, text, write_json  # noqa: E402
+from gpu_check.report import OTHERS, op_suite_passed, text, write_json  # noqa: E402
 from setup.nvidia import cuda_home  # noqa: E402
 
 SECONDS = 570.0
@@ -42,9 +42,9 @@ def parts(library: Path, sanitizer: str | None) -> list[Part]:
 
     no_sanitizer = None if sanitizer else "compute-sanitizer is not installed"
     no_flashinfer = None if importlib.util.find_spec("flashinfer") else "flashinfer is not installed"
-    bench = {name: module("bench", str(library), name) for name in ("rates", "rope", "decode", "prefill", "flashinfer")}
+    bench = {name: module("bench", str(library), name) for name in ("rates", "rope", "decode", "prefill", *OTHERS)}
     return [
-        Part(BUILD, module("build", str(library)), 110),
+        Part(BUILD, module("build", str(library)), 90),
         Part("op suite", module("op_suite", str(library)), 100),
         Part("rates", bench["rates"], 30),
         Part("decode", bench["decode"], 90),
@@ -53,6 +53,7 @@ def parts(library: Path, sanitizer: str | None) -> list[Part]:
         Part("memcheck", sanitized("memcheck"), 60, no_sanitizer),
         Part("racecheck", sanitized("racecheck"), 60, no_sanitizer),
         Part("flashinfer", bench["flashinfer"], 60, no_flashinfer),
+        Part("xqa", bench["xqa"], 40, no_flashinfer),
     ]
 
 

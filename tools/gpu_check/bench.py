@@ -1,6 +1,6 @@
 """The parts that time the kernels, each against what the same GPU reaches in the same run.
 
-python -m gpu_check.bench LIBRARY rates|rope|decode|prefill|flashinfer
+python -m gpu_check.bench LIBRARY rates|rope|decode|prefill|flashinfer|xqa
 """
 
 from __future__ import annotations
@@ -125,6 +125,26 @@ def flashinfer(kernels: CudaKernels) -> Iterator[Row]:
         yield {"kernel": "decode", "batch": batch, "context": context, "seconds": seconds}
 
 
+def xqa(kernels: CudaKernels) -> Iterator[Row]:
+    """TensorRT-LLM's decode kernels over the same pools, as FlashInfer has them. What they give is held against ours."""
+    from flashinfer.decode import xqa_batch_decode_with_kv_cache
+
+    workspace = torch.zeros(128 << 20, dtype=torch.uint8, device="cuda")
+    for batch, context in _decode_sizes():
+        moved = decode_bytes(HEADS, batch, context, torch.bfloat16.itemsize)
+        if _too_large(2 * moved):
+            continue
+        step = Step(kernels, HEADS, batch, 1, context, torch.bfloat16, pools=_num_pools(moved))
+        step.launch("qwenrt_rope_cache_write")
+        query = step.attn.clone()
+        step.launch("qwenrt_decode_attention")
+        sizes = workspace, step.tables, step.lengths.view(torch.uint32), context, HEADS.head_dim**-0.5
+        call = partial(xqa_batch_decode_with_kv_cache, kv_layout="HND")
+        error = error_of(call(query, step.pools[0], *sizes), step.attn)
+        seconds = seconds_per_call(_enough([partial(call, query, pool, *sizes) for pool in step.pools]))
+        yield {"kernel": "decode", "batch": batch, "context": context, "seconds": seconds, "error": error}
+
+
 def _decode_sizes() -> list[tuple[int, int]]:
     """(batch, context), the targets' sizes first: what is last is what a machine that is slow does without."""
     return sorted(((b, c) for b in BATCHES for c in CONTEXTS), key=lambda size: (size != (64, 4096), size[0] * size[1]))
@@ -183,7 +203,7 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-BENCHES = {"rates": rates, "rope": rope, "decode": decode, "prefill": prefill, "flashinfer": flashinfer}
+BENCHES = {"rates": rates, "rope": rope, "decode": decode, "prefill": prefill, "flashinfer": flashinfer, "xqa": xqa}
 
 
 def main() -> int:

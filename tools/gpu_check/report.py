@@ -14,7 +14,9 @@ TARGETS = {"decode": 0.85, "prefill": 0.45, "rope": 0.80}
 """Of the rate that the same GPU reached: of the copy's bytes, or of the matrix product's FLOPs, a second."""
 MAX_ERROR = 0.02
 """|difference| over |expected| of bfloat16 attention, ours against torch's."""
-_HEADER = ("kernel", "pool", "size", "time", "rate", "of peak", "target", "whole op", "torch", "flashinfer", "error")
+OTHERS = ("flashinfer", "xqa")
+"""Parts that time others' kernels at our sizes."""
+_HEADER = ("kernel", "pool", "size", "time", "rate", "of peak", "target", "whole op", "torch", *OTHERS, "error")
 
 
 def op_suite_passed(results: Iterable[Result]) -> bool:
@@ -60,20 +62,20 @@ def timings(results: Sequence[Result]) -> list[tuple[str, ...]]:
     """The table's rows, in the columns of its header."""
     found = {result.name: result.rows for result in results}
     peaks = {row["what"]: row.get("bytes", row.get("flops")) / row["seconds"] for row in found.get("rates", ())}
-    others = {_size(row): row["seconds"] for row in found.get("flashinfer", ())}
+    others = [{_size(row): row for row in found.get(name, ())} for name in OTHERS]
     lines = [
-        (what, "", "", "", _rate(rate, "FLOP/s" if "matmul" in what else "B/s"), *[""] * 6)
+        (what, "", "", "", _rate(rate, "FLOP/s" if "matmul" in what else "B/s"), *[""] * (len(_HEADER) - 5))
         for what, rate in peaks.items()
     ]
     for kernel, peak in (("decode", "copy"), ("prefill", "bf16 matmul"), ("rope", "copy")):
         for row in found.get(kernel, ()):
             size = _size(row)
             if "skipped" in row:
-                lines.append((kernel, row["pool"], size, row["skipped"], *[""] * 7))
+                lines.append((kernel, row["pool"], size, row["skipped"], *[""] * (len(_HEADER) - 4)))
                 continue
             rate = row.get("bytes", row.get("flops", 0)) / row["seconds"]
             reached = rate / peaks[peak] if peak in peaks else None
-            beside = others.get(size) if row["pool"] == "bfloat16" and kernel != "rope" else None
+            same = row["pool"] == "bfloat16" and kernel != "rope"
             lines.append(
                 (
                     kernel,
@@ -85,7 +87,7 @@ def timings(results: Sequence[Result]) -> list[tuple[str, ...]]:
                     _verdict(kernel, row, reached),
                     _time(row.get("op_seconds")),
                     _beside(row["seconds"], row.get("torch_seconds")),
-                    _beside(row["seconds"], beside),
+                    *(_other(row["seconds"], rows.get(size) if same else None) for rows in others),
                     _error(row.get("error")),
                 )
             )
@@ -118,6 +120,13 @@ def _time(seconds: float | None) -> str:
 
 def _beside(ours: float, theirs: float | None) -> str:
     return "" if theirs is None else f"{theirs * 1e6:.1f} us ({theirs / ours:.2f}x)"
+
+
+def _other(ours: float, row: Row | None) -> str:
+    """The time of another's kernel, if it computed the same."""
+    if row is None:
+        return ""
+    return _beside(ours, row["seconds"]) if row.get("error", 0.0) < MAX_ERROR else "computes something else"
 
 
 def _rate(rate: float, unit: str) -> str:

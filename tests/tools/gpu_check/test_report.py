@@ -42,7 +42,7 @@ def test_a_kernel_is_held_against_the_rate_of_the_same_run(seconds: float, verdi
     percent = f"{4e9 / seconds / 4e12:.0%}"
     assert line[:4] == ("decode", "bfloat16", "64 x 4096", f"{seconds * 1e6:.1f} us")
     assert line[5:] == (
-        percent, verdict, f"{1.5 * seconds * 1e6:.1f} us", f"{2 * seconds * 1e6:.1f} us (2.00x)", "", "1.0e-03"
+        percent, verdict, f"{1.5 * seconds * 1e6:.1f} us", f"{2 * seconds * 1e6:.1f} us (2.00x)", "", "", "1.0e-03"
     )  # fmt: skip
 
 
@@ -53,6 +53,13 @@ def test_other_kernels_stand_beside_ours_at_the_same_size() -> None:
     ])  # fmt: skip
     assert timings([RATES, decode(1e-3), theirs])[2][9] == "500.0 us (0.50x)"
     assert timings([RATES, decode(1e-3, pool="float8_e4m3fn"), theirs])[2][9] == ""
+
+
+@pytest.mark.parametrize(("error", "told"), [(1e-3, "500.0 us (0.50x)"), (0.9, "computes something else")])
+def test_another_kernel_counts_if_it_computes_the_same(error: float, told: str) -> None:
+    row = {"kernel": "decode", "batch": 64, "context": 4096, "seconds": 5e-4, "error": error}
+    line = timings([RATES, decode(1e-3), Result("xqa", Status.PASSED, 1.0, [row])])[2]
+    assert (line[9], line[10]) == ("", told)
 
 
 def test_what_is_missing_leaves_the_rest_of_the_table() -> None:
