@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import subprocess
-import sysconfig
+import sys
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -34,8 +34,6 @@ REGISTER_UNIT = 8
 
 Compile = Callable[[str, int], tuple[Path, str]]
 
-pytestmark = pytest.mark.slow
-
 
 def nvcc() -> str:
     try:
@@ -46,7 +44,8 @@ def nvcc() -> str:
 
 def nvdisasm() -> str:
     """From the wheel nvidia-cuda-nvdisasm, where the CUDA toolkit has none."""
-    folders = [cuda_home() / "bin", *Path(sysconfig.get_paths()["purelib"], "nvidia").glob("cu*/bin")]
+    wheels = (folder for path in sys.path for folder in Path(path, "nvidia").glob("cu*/bin"))
+    folders = [cuda_home() / "bin", *wheels]
     found = shutil.which("nvdisasm", path=os.pathsep.join(map(str, folders)))
     if found is None:
         pytest.skip("nvdisasm is not installed: pip install nvidia-cuda-nvdisasm")
@@ -69,7 +68,9 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Compile:
     return compile_cubin
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "architecture", [sm if sm == 90 else pytest.param(sm, marks=pytest.mark.slow) for sm in ARCHITECTURES]
+)
 @pytest.mark.parametrize("unit", sorted(path.stem for path in KERNELS.glob("*.cu")))
 def test_compiles_without_warning_or_spill(unit: str, architecture: int, compiled: Compile) -> None:
     _, log = compiled(unit, architecture)
@@ -100,6 +101,7 @@ def test_uses_tensor_cores_matrix_loads_and_asynchronous_copies(unit: str, compi
             assert instruction in kernel, f"no {instruction} in {kernel.splitlines()[0]}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", kernels(), ids=str)
 def test_takes_of_a_multiprocessor_what_the_readme_says(kernel: Kernel, compiled: Compile) -> None:
     version = subprocess.run([nvcc(), "--version"], capture_output=True, text=True, check=True).stdout
