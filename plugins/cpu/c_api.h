@@ -84,6 +84,24 @@ struct QwenrtMixtureOfExperts {
   int32_t norm_topk_prob;
 };
 
+/* How the token of a row is chosen; the fields but the first are not read where that is 0. */
+struct QwenrtSamplingRule {
+  float inverse_temperature; /* 0: the largest logit, of equal ones the first */
+  float log_min_p;           /* a token stays if (logit - largest) * inverse_temperature is at least this; -infinity: all stay */
+  double top_p;              /* of those that stay, the fewest that have this share; 1: all */
+  int64_t top_k;             /* the k largest stay, of equal ones the first; 0: all */
+};
+
+/* One token for each row of logits, by inverting the weights' running sum, in the order of ids, at the row's uniform number. */
+struct QwenrtSampleRows {
+  const float* logits;                    /* [rows, vocab] */
+  const struct QwenrtSamplingRule* rules; /* [rows] */
+  const double* uniforms;                 /* [rows], each at least 0 and below 1 */
+  int32_t* tokens;                        /* out: [rows]; -1 where a logit is NaN or the largest is not finite */
+  int64_t rows;
+  int64_t vocab;
+};
+
 #if defined(__GNUC__)
 #define QWENRT_API __attribute__((visibility("default")))
 #else
@@ -95,6 +113,7 @@ struct QwenrtMixtureOfExperts {
 QWENRT_API int qwenrt_paged_attention(const struct QwenrtPagedAttention* op, int threads, char* error, size_t error_size);
 QWENRT_API int qwenrt_linear(const struct QwenrtLinear* op, int threads, char* error, size_t error_size);
 QWENRT_API int qwenrt_mixture_of_experts(const struct QwenrtMixtureOfExperts* op, int threads, char* error, size_t error_size);
+QWENRT_API int qwenrt_sample_rows(const struct QwenrtSampleRows* op, int threads, char* error, size_t error_size);
 QWENRT_API int qwenrt_embedding(const struct QwenrtEmbedding* op, char* error, size_t error_size);
 
 /* The instruction set in use: "portable", "avx2", "avx512" or "amx"; the best that the machine has unless set. Setting one that it

@@ -23,6 +23,10 @@ struct Isa {
   void (*round_row)(const float* x, int64_t depth, const RoundedRows& rows, int64_t row);
   void (*integer_panels)(const Linear& op, const RoundedRows& x, int64_t first, int64_t last, int8_t* scratch);
 
+  // The largest of each `size` (of kPeakUnit) of `count` logits, NaN where one of them is NaN; and e^((x - peak) * scale), peak the largest x.
+  void (*block_peaks)(const float* x, int64_t count, int64_t size, float* peaks);
+  void (*sampling_weights)(const float* x, int64_t count, float peak, float scale, float* out);
+
   // RMSNorm and rotation of one token's q, times scale, to its row of attn, and of its k; k and v to the pool.
   void (*prepare_token)(const PagedAttention& op, int64_t seq, int64_t token);
 

@@ -8,6 +8,7 @@
 #include "attention.h"
 #include "experts.h"
 #include "linear.h"
+#include "sampling.h"
 
 namespace qwenrt {
 
@@ -33,5 +34,6 @@ void run_paged_attention(const PagedAttention& op, const Parallel& parallel);
 void run_linear(const Linear& op, const Parallel& parallel);
 void run_mixture_of_experts(const MixtureOfExperts& op, const Parallel& parallel);
 void run_embedding(const Embedding& op);
+void run_sample_rows(const SampleRows& op, const Parallel& parallel);
 
 }  // namespace qwenrt

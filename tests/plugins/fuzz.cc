@@ -260,6 +260,33 @@ void integer_weights(bool pairs) {
   if (qwenrt_embedding(&look_up, error, sizeof error) == 0 ? !known : valid && known) fail("Embedding", error);
 }
 
+void sample_rows() {
+  const int64_t rows = pick(0, 5), vocab = chance(20) ? pick(4000, 70000) : pick(1, 70);
+  Buffer<float> logits(rows * vocab);
+  Buffer<QwenrtSamplingRule> rules(rows);
+  Buffer<double> uniforms(rows);
+  Buffer<int32_t> tokens(rows);
+  const float infinity = std::numeric_limits<float>::infinity();
+  const float values[] = {infinity, -infinity, std::numeric_limits<float>::quiet_NaN(), 3e38f, -3e38f, 0, 1e-40f};
+  fill(logits);
+  if (chance(50))
+    for (int64_t i = pick(0, 2 * rows); i > 0 && rows > 0; --i) logits[pick(0, logits.count - 1)] = values[pick(0, 6)];
+  for (int64_t i = 0; i < rows; ++i) {
+    const float scales[] = {0, 1, 0.01f, 1e5f, std::numeric_limits<float>::min()};
+    rules[i] = {scales[pick(0, 4)], chance(50) ? -infinity : -static_cast<float>(pick(0, 10)), static_cast<double>(pick(1, 100)) / 100,
+                chance(50) ? 0 : pick(1, 2 * vocab)};
+    uniforms[i] = static_cast<double>(pick(0, 999)) / 1000;
+  }
+  const QwenrtSampleRows op{logits.data.get(), rules.data.get(), uniforms.data.get(), tokens.data.get(), rows, vocab};
+  char error[100];
+  if (qwenrt_sample_rows(&op, static_cast<int>(pick(1, 4)), error, sizeof error) != 0) fail("sampling was refused", error);
+  for (int64_t i = 0; i < rows; ++i) {
+    bool right = tokens[i] >= -1 && tokens[i] < vocab;
+    if (right && tokens[i] >= 0) right = std::isfinite(logits[i * vocab + tokens[i]]);
+    if (!right) fail("a token that cannot be drawn", std::to_string(tokens[i]).c_str());
+  }
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -282,6 +309,7 @@ int main(int argc, char** argv) {
       case 2:
         integer_weights(chance(50));
         integer_experts(chance(50));
+        sample_rows();
         break;
       default:
         paged_attention<float>(QWENRT_FLOAT32, std::numeric_limits<float>::quiet_NaN(), refused);

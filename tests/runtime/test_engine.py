@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from qwenrt.exporter import export
 from qwenrt.runtime import LLM, ConfigError, RequestError, SamplingParams
+from qwenrt.runtime.sampling.sampler import SampledToken, SequenceSampler
 from tests.oracle import Oracle
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
@@ -271,34 +274,28 @@ def test_a_failing_step_is_undone_and_can_be_tried_again(
     assert outputs[0].outputs[0].token_ids == oracle.greedy(ids(9), 6)
 
 
-class InterruptedRows(np.ndarray):
-    """Logits that interrupt whoever takes the third row, once."""
-
-    interrupted = False
-
-    def __iter__(self) -> Iterator[Any]:
-        for number, row in enumerate(np.asarray(self)):
-            if number == 2 and not InterruptedRows.interrupted:
-                InterruptedRows.interrupted = True
-                raise KeyboardInterrupt
-            yield row
-
-
 def test_an_interruption_between_two_draws_is_undone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     params = SamplingParams(temperature=1.0, seed=3, max_tokens=6, ignore_eos=True, repetition_penalty=1.5)
     prompts = [ids(2, seed) for seed in range(3)]
     alone = [tokens(llm, prompt, params) for prompt in prompts]
     engine = llm.engine
-    execute = engine.backend.execute
+    takes = itertools.count(1)
+
+    def take(sampler: SequenceSampler, token_id: int, logits: npt.NDArray[np.float32]) -> SampledToken:
+        if next(takes) == 3:
+            raise KeyboardInterrupt
+        return take_on(sampler, token_id, logits)
+
+    take_on = SequenceSampler.take
     with monkeypatch.context() as patch:
-        patch.setattr(engine.backend, "execute", lambda inputs: execute(inputs).view(InterruptedRows))
+        patch.setattr(SequenceSampler, "take", take)
         for number, prompt in enumerate(prompts):
             engine.add_request(str(number), prompt, params)
         done: dict[str, list[int]] = {}
         while engine.has_unfinished_requests():
             with contextlib.suppress(KeyboardInterrupt):
                 done |= {output.request_id: output.outputs[0].token_ids for output in engine.step()}
-    assert InterruptedRows.interrupted
+    assert next(takes) > 3
     assert [done[str(number)] for number in range(3)] == alone
 
 

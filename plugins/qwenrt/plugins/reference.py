@@ -211,3 +211,27 @@ def check_paged_attention(
             raise ConfigError(
                 f"block_tables[{s}] is {needed.tolist()}; the pool has blocks 0 to {kv_cache.shape[0] - 1}"
             )
+
+
+def sample_row(
+    logits: Array, uniform: float, *, temperature: float, top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0
+) -> int:
+    """The token of one row of logits [vocab], as `row_sampling.sample_rows` has it; temperature 0 for the largest logit."""
+    peak = logits.max()
+    if not np.isfinite(peak):
+        return -1
+    if temperature == 0:
+        return int(logits.argmax())
+    with np.errstate(over="ignore"):
+        scaled = (logits - peak) * np.float32(max(1 / temperature, float(np.finfo(np.float32).tiny)))
+    weights = np.exp(scaled)
+    if top_k > 0:
+        weights[np.argsort(-logits, kind="stable")[top_k:]] = 0
+    if min_p > 0:
+        weights[scaled < np.float32(np.log(min_p))] = 0
+    if top_p < 1:
+        order = np.argsort(-weights, kind="stable")
+        sums = np.cumsum(weights[order], dtype=np.float64)
+        weights[order[np.searchsorted(sums, top_p * sums[-1]) + 1 :]] = 0
+    sums = np.cumsum(weights, dtype=np.float64)
+    return int(min(np.searchsorted(sums, uniform * sums[-1], side="right"), weights.nonzero()[0][-1]))

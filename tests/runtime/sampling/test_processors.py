@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qwenrt.runtime.sampling.processors import Penalties, draw, largest, nucleus
+from qwenrt.runtime.sampling.processors import Penalties, largest
 
 Array = npt.NDArray[np.float32]
 
@@ -41,54 +40,6 @@ def test_largest_are_the_first_by_rank(size: int, kind: str, seed: int, data: st
     values = values_of(kind, size, seed)
     k = data.draw(st.integers(1, size + 1))
     assert largest(values, k).tolist() == sorted(by_rank(values)[:k].tolist())
-
-
-@given(size=SIZES, kind=KINDS, seed=st.integers(0, 2**32), top_p=st.floats(1e-9, 1, exclude_max=True))
-@settings(max_examples=150, deadline=None)
-def test_nucleus_is_the_shortest_start_of_the_ranking_with_enough_mass(
-    size: int, kind: str, seed: int, top_p: float
-) -> None:
-    values = values_of(kind, size, seed)
-    weights = np.exp(values - values.max())
-    order = by_rank(weights)
-    sums = np.cumsum(weights[order], dtype=np.float64)
-    shares = sums / sums[-1]
-    chosen = nucleus(weights, top_p)
-    count = len(chosen)
-    assert chosen.tolist() == sorted(order[:count].tolist())
-    assert shares[count - 1] >= top_p - 1e-9
-    assert count == 1 or shares[count - 2] < top_p + 1e-9
-
-
-@pytest.mark.parametrize(("top_p", "kept"), [(0.5, 1), (0.5001, 2), (0.75, 2), (0.76, 3), (0.99, 4), (1e-9, 1)])
-def test_nucleus_by_hand(top_p: float, kept: int) -> None:
-    weights = np.array([1, 4, 1, 2], np.float32) * np.float32(0.3)
-    assert nucleus(weights, top_p).tolist() == sorted([1, 3, 0, 2][:kept])
-
-
-def test_nucleus_of_equal_weights_takes_the_lowest_ids() -> None:
-    assert nucleus(np.ones(151_936, np.float32), 0.25).tolist() == list(range(37_984))
-
-
-@pytest.mark.parametrize("size", [1, 7, 512, 513, 5000])
-def test_draw_is_the_inverse_of_the_running_sum(size: int) -> None:
-    rng = np.random.default_rng(size)
-    weights = rng.random(size).astype(np.float32) * (rng.random(size) < 0.7)
-    weights[rng.integers(size)] = 1
-    sums = np.cumsum(weights, dtype=np.float64)
-    for uniform in [0.0, np.nextafter(1, 0), *rng.random(200)]:
-        index = draw(weights, float(uniform))
-        assert weights[index] > 0
-        target = uniform * sums[-1]
-        assert sums[index] >= target - 1e-6
-        assert index == 0 or sums[index - 1] <= target + 1e-6
-
-
-def test_draw_never_takes_a_weight_of_zero_at_the_edges() -> None:
-    weights = np.zeros(2000, np.float32)
-    weights[[700, 900]] = 1e-30
-    assert draw(weights, 0.0) == 700
-    assert draw(weights, float(np.nextafter(1, 0))) == 900
 
 
 def test_penalties_by_hand() -> None:

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from qwenrt.plugins import RequestError
+from qwenrt.plugins.row_sampling import GREEDY, sample_rows, sampling_rule
 
 from .constraint import Constraint
 from .params import SamplingParams
-from .processors import Floats, Penalties, draw, largest, nucleus
+from .processors import Floats, Penalties, largest
 
 LOWEST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON cannot say."""
-_SMALLEST_SCALE = float(np.finfo(np.float32).tiny)
 
 
 class SampledToken(NamedTuple):
@@ -51,10 +51,19 @@ class SequenceSampler:
         self.num_generated = 0
         self._held_back = np.array(sorted({*eos_token_ids, *params.stop_token_ids}), dtype=np.int64)
         """Tokens that cannot be taken before `min_tokens`."""
-        self._random: np.random.Generator | None = None
+        self.rule = GREEDY
+        """How a row's token is chosen once it is processed."""
+        self.uniform = 0.0
+        """The number in [0, 1) that the next token is drawn with."""
+        self._random: Callable[[], float] | None = None
         if not params.greedy:
+            self.rule = sampling_rule(
+                temperature=params.temperature, top_p=params.top_p, top_k=params.top_k, min_p=params.min_p
+            )
             entropy = None if params.seed is None else params.seed % 2**64
-            self._random = np.random.Generator(np.random.PCG64(np.random.SeedSequence(entropy, spawn_key=(index,))))
+            bits = np.random.PCG64(np.random.SeedSequence(entropy, spawn_key=(index,)))
+            self._random = np.random.Generator(bits).random
+            self.uniform = self._random()
         bias = params.logit_bias or {}
         self._bias_ids = np.fromiter(bias.keys(), dtype=np.int64, count=len(bias))
         self._bias = np.fromiter(bias.values(), dtype=np.float32, count=len(bias))
@@ -69,28 +78,36 @@ class SequenceSampler:
                 frequency=params.frequency_penalty,
                 presence=params.presence_penalty,
             )
-        self._plain_greedy = params.greedy and params.logprobs is None and not bias and self._penalties is None
+        self._logprobs: _RawLogprobs | None = None
+        self._plain = params.logprobs is None and not bias and self._penalties is None and constraint is None
 
     @property
-    def takes_the_peak(self) -> bool:
-        """Whether the next token is that of the largest logit, and nothing else is asked about it."""
-        return (
-            self._plain_greedy
-            and self.num_generated >= self.params.min_tokens
-            and self._constraint is None
-            and not self._drawn
-        )
+    def processes(self) -> bool:
+        """Whether `process` has anything to do with the next row."""
+        return not self._plain or self.num_generated < self.params.min_tokens
 
-    def take(self, token_id: int) -> SampledToken:
-        """The token that `sample` would take, found by the caller, where `takes_the_peak`."""
-        self.num_generated += 1
-        token = SampledToken(token_id, None, None)
-        self._in_step.append(token)
-        return token
+    def process(self, logits: Floats) -> None:
+        """All that can change which token is the most likely, in place; raises RequestError if no token can be taken."""
+        if self._drawn:
+            return
+        with np.errstate(over="ignore"):
+            if self.params.logprobs is not None:
+                self._logprobs = _RawLogprobs(logits, self.params.logprobs)
+            if self.num_generated < self.params.min_tokens:
+                logits[self._held_back] = -np.inf
+            if len(self._bias_ids):
+                logits[self._bias_ids] += self._bias
+            if self._penalties is not None:
+                self._penalties.apply(logits)
+            if self._constraint is not None:
+                self._constraint.mask(logits)
 
-    def sample(self, logits: Floats) -> SampledToken:
-        """Take the next token from `logits` [vocab], which are overwritten; raises RequestError if no token can be taken."""
-        token = self._drawn.popleft() if self._drawn else self._next(logits)
+    def take(self, token_id: int, logits: Floats) -> SampledToken:
+        """Go on by the token that `rule` and `uniform` chose from the processed row, negative for none.
+
+        Raises RequestError if there is none or it leads nowhere.
+        """
+        token = self._drawn.popleft() if self._drawn else self._accept(token_id, logits)
         self._in_step.append(token)
         return token
 
@@ -103,64 +120,30 @@ class SequenceSampler:
         self._drawn.extendleft(reversed(self._in_step))
         self._in_step.clear()
 
-    def _next(self, logits: Floats) -> SampledToken:
-        logprobs = None if self.params.logprobs is None else _RawLogprobs(logits, self.params.logprobs)
-        self._process(logits)
-        best = int(logits.argmax())
-        peak = logits[best]
-        _check_peak(peak)
-        token_id = best if self._random is None else self._draw(logits, peak, self._random)
+    def _accept(self, token_id: int, logits: Floats) -> SampledToken:
+        if token_id < 0:
+            raise _no_token(logits.max())
         self.num_generated += 1
+        if self._random is not None:
+            self.uniform = self._random()
+        if self._plain:
+            return SampledToken(token_id, None, None)
         if self._penalties is not None:
             self._penalties.record(token_id)
         if self._constraint is not None:
             self._constraint.accept(token_id)
-        if logprobs is None:
+        if self._logprobs is None:
             return SampledToken(token_id, None, None)
-        return SampledToken(token_id, logprobs.of(token_id), logprobs.top)
-
-    def _process(self, logits: Floats) -> None:
-        """All that can change which token is the most likely, in place."""
-        if self.num_generated < self.params.min_tokens:
-            logits[self._held_back] = -np.inf
-        if len(self._bias_ids):
-            logits[self._bias_ids] += self._bias
-        if self._penalties is not None:
-            self._penalties.apply(logits)
-        if self._constraint is not None:
-            self._constraint.mask(logits)
-
-    def _draw(self, logits: Floats, peak: np.float32, random: np.random.Generator) -> int:
-        params = self.params
-        ids = None
-        if 0 < params.top_k < len(logits):
-            ids = largest(logits, params.top_k)
-            logits = logits[ids]
-        np.subtract(logits, peak, out=logits)
-        # A factor that is never 0 keeps masked logits (-inf) masked at any temperature.
-        np.multiply(logits, np.float32(max(1.0 / params.temperature, _SMALLEST_SCALE)), out=logits)
-        if params.min_p > 0.0:
-            near = np.flatnonzero(logits >= np.float32(math.log(params.min_p)))
-            ids = near if ids is None else ids[near]
-            logits = logits[near]
-        weights = np.exp(logits, out=logits)
-        if params.top_p < 1.0:
-            top = nucleus(weights, params.top_p)
-            ids = top if ids is None else ids[top]
-            weights = weights[top]
-        place = draw(weights, random.random())
-        return place if ids is None else int(ids[place])
+        return SampledToken(token_id, self._logprobs.of(token_id), self._logprobs.top)
 
 
-def _check_peak(peak: np.float32) -> None:
-    """Raise RequestError if the largest logit, `peak`, is none to sample."""
-    if math.isfinite(peak):
-        return
+def _no_token(peak: np.float32) -> RequestError:
+    """Why a row whose largest logit is `peak` cannot be sampled."""
     if peak == -np.inf:
-        raise RequestError(
+        return RequestError(
             "no token is left to sample: every logit is -inf after logit_bias, min_tokens and structured_outputs; loosen them"
         )
-    raise RequestError(
+    return RequestError(
         f"the model gave {peak} as a logit, so no token can be sampled; use an engine with a wider dtype"
     )
 
@@ -170,7 +153,8 @@ class _RawLogprobs:
 
     def __init__(self, logits: Floats, count: int) -> None:
         peak = logits.max()
-        _check_peak(peak)
+        if not math.isfinite(peak):
+            raise _no_token(peak)
         self._logits = logits.copy()
         weights = logits - peak
         np.exp(weights, out=weights)
@@ -191,19 +175,23 @@ def sample(logits: Floats, samplers: Sequence[SequenceSampler]) -> list[SampledT
     the others alone; its sampler's state is unchanged.
     """
     assert len(logits) == len(samplers)
-    if all(sampler.takes_the_peak for sampler in samplers):
-        best = logits.argmax(axis=1)
-        if np.isfinite(logits[np.arange(len(logits)), best]).all():
-            return [sampler.take(token_id) for sampler, token_id in zip(samplers, best.tolist(), strict=True)]
-    with np.errstate(over="ignore"):
-        return [_sample_row(row, sampler) for row, sampler in zip(logits, samplers, strict=True)]
-
-
-def _sample_row(row: Floats, sampler: SequenceSampler) -> SampledToken | RequestError:
-    try:
-        return sampler.sample(row)
-    except RequestError as error:
-        return error
+    failed: dict[int, RequestError] = {}
+    for index, sampler in enumerate(samplers):
+        if sampler.processes:
+            try:
+                sampler.process(logits[index])
+            except RequestError as error:
+                failed[index] = error
+    tokens = sample_rows(logits, [sampler.rule for sampler in samplers], [sampler.uniform for sampler in samplers])
+    results: list[SampledToken | RequestError] = []
+    for index, (sampler, token_id) in enumerate(zip(samplers, tokens, strict=True)):
+        try:
+            if index in failed:
+                raise failed[index]
+            results.append(sampler.take(token_id, logits[index]))
+        except RequestError as error:
+            results.append(error)
+    return results
 
 
 def sample_checking_drafts(
