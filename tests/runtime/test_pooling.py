@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from qwenrt.exporter import export
 from qwenrt.plugins import RequestError
 from qwenrt.runtime import LLM, EngineDir, SamplingParams
-from tests.checkpoints import MODELS, append_end_of_text, name_tokens, write_checkpoint, write_modules
+from tests.checkpoints import MODELS, write_checkpoint
 from tests.tolerance import relative_error
 
 TOLERANCE = 2e-5
@@ -58,20 +58,6 @@ def prompts() -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def embedding(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint laid out as Qwen3-Embedding's, and its engine in "engine"."""
-    path = tmp_path_factory.mktemp("embedding") / "checkpoint"
-    write_checkpoint(path, seed=1, task="embed", max_position_embeddings=POSITIONS)
-    config = json.loads((path / "config.json").read_text())
-    config["architectures"] = ["Qwen3ForCausalLM"]
-    (path / "config.json").write_text(json.dumps(config))
-    append_end_of_text(path)
-    write_modules(path)
-    export(path, path.parent / "engine", block_size=16)
-    return path
-
-
-@pytest.fixture(scope="module")
 def embedder(embedding: Path) -> LLM:
     return LLM(embedding.parent / "engine", num_kv_blocks=256)
 
@@ -79,16 +65,6 @@ def embedder(embedding: Path) -> LLM:
 @pytest.fixture(scope="module")
 def judge(embedding: Path) -> Judge:
     return Judge(embedding, "embed")
-
-
-@pytest.fixture(scope="module")
-def reranker(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A causal language model whose tokenizer has the tokens yes and no, and its engine in "engine"."""
-    path = tmp_path_factory.mktemp("reranker") / "checkpoint"
-    write_checkpoint(path, seed=2, max_position_embeddings=POSITIONS)
-    name_tokens(path, {260: "yes", 270: "no"})
-    export(path, path.parent / "engine", block_size=16)
-    return path
 
 
 def test_embeddings_equal_transformers_batched_cached_chunked_and_preempted(

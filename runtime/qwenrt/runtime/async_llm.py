@@ -21,6 +21,7 @@ from .admission import AdmissionQueue
 from .engine import PreparedRequest
 from .llm import LLM, Prompt
 from .outputs import RequestDelta, merge_deltas
+from .pooling import PoolingParams
 from .sampling.params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -174,22 +175,32 @@ class AsyncLLM:
         return max(0, len(self._open) + self._preparing - len(self._running))
 
     async def submit(
-        self, prompt: Prompt, params: SamplingParams, *, priority: int = 0, tenant: str = ""
+        self,
+        prompt: Prompt,
+        params: SamplingParams | PoolingParams,
+        *,
+        add_special_tokens: bool = True,
+        priority: int = 0,
+        tenant: str = "",
+        place_of: RequestStream | None = None,
     ) -> RequestStream:
         """Take a request in; raises RequestError (QueueFullError among them) or UnavailableError if it cannot be served.
 
-        prompt: text or token ids. priority: lower goes first. tenant: whose request it is; tenants take turns. The caller must
-        enter the stream (`async with`) or close it.
+        prompt: text or token ids. add_special_tokens: as in `LLM.generate`. priority: lower goes first. tenant: whose request it
+        is; tenants take turns. place_of: a stream that has ended, whose place this one takes, so that neither a full queue nor
+        the begin of a drain keeps it out; it is closed. The caller must enter the stream (`async with`) or close it.
         """
-        if self._refusal is not None:
-            raise UnavailableError(self._refusal)
-        if len(self._open) + self._preparing >= self._max_open:
-            raise QueueFullError(self.num_waiting, self._seconds_to_next_place())
-        pool = self._text_pool if params.structured_outputs is None else self._grammar_pool
+        if place_of is None:
+            self._check_room()
+        compiles = isinstance(params, SamplingParams) and params.structured_outputs is not None
+        pool = self._grammar_pool if compiles else self._text_pool
+        prepare = functools.partial(self.llm.engine.prepare, prompt, params, add_special_tokens=add_special_tokens)
         self._preparing += 1
         self._idle.clear()
+        if place_of is not None:
+            place_of.close()
         try:
-            prepared = await self._loop.run_in_executor(pool, self.llm.engine.prepare, prompt, params)
+            prepared = await self._loop.run_in_executor(pool, prepare)
             if self._cut:
                 raise UnavailableError(self._refusal)
             stream = RequestStream(self, prepared, priority, tenant, self.request_timeout)
@@ -199,6 +210,12 @@ class AsyncLLM:
         finally:
             self._preparing -= 1
             self._note_idle()
+
+    def _check_room(self) -> None:
+        if self._refusal is not None:
+            raise UnavailableError(self._refusal)
+        if len(self._open) + self._preparing >= self._max_open:
+            raise QueueFullError(self.num_waiting, self._seconds_to_next_place())
 
     async def in_text_thread(self, function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
         """Run tokenizing or rendering where it does not hold up the loop."""
@@ -211,12 +228,14 @@ class AsyncLLM:
             async with asyncio.timeout(timeout):
                 await self._idle.wait()
         except TimeoutError:
-            self._cut = True
-            for stream in self._open:
-                self._abort(stream)
-                stream._fail(
-                    UnavailableError(f"{self._refusal}, and the request was not finished within {timeout:g} s")
-                )
+            self._cut_off(UnavailableError(f"{self._refusal}, and the request was not finished within {timeout:g} s"))
+
+    def _cut_off(self, error: UnavailableError) -> None:
+        """Fail what is not finished, and what is still being prepared."""
+        self._cut = True
+        for stream in self._open:
+            self._abort(stream)
+            stream._fail(error)
 
     async def close(self) -> None:
         """End the engine's thread and all requests. The LLM is then the caller's again."""
@@ -275,9 +294,8 @@ class AsyncLLM:
         except BaseException as error:
             logger.exception("the engine stopped")
             self._refusal = f"the engine stopped ({type(error).__name__}: {error}); start the server again"
-            self._post(
-                [(stream, UnavailableError(self._refusal)) for stream in self._open | set(self._running.values())]
-            )
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody reads
+                self._loop.call_soon_threadsafe(self._cut_off, UnavailableError(self._refusal))
 
     def _take_commands(self) -> bool:
         """Obey what the loop has sent, waiting for it if there is nothing else to do; returns whether to go on."""

@@ -118,7 +118,8 @@ def merge_deltas(deltas: Sequence[RequestDelta]) -> RequestDelta:
         for output in delta.outputs:
             by_index.setdefault(output.index, []).append(output)
     last = deltas[-1]
-    return RequestDelta([_merge(outputs) for outputs in by_index.values()], last.finished, last.num_cached_tokens)
+    outputs = [_merge(outputs) for outputs in by_index.values()]
+    return RequestDelta(outputs, last.finished, last.num_cached_tokens, last.pooled)
 
 
 def _merge(outputs: list[CompletionDelta]) -> CompletionDelta:

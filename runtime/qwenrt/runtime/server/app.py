@@ -14,11 +14,21 @@ from pydantic import BaseModel
 from starlette.applications import Starlette
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
-from . import chat, completions, responses, tokens
+from . import chat, completions, pooling, responses, tokens
 from .errors import ApiError, add_error_handlers
 from .generation import Generation, Service
 from .metrics import CONTENT_TYPE
 from .middleware import BodyCheck, KeyCheck
+from .pooling_protocol import (
+    ClassificationList,
+    ClassifyRequest,
+    EmbeddingList,
+    EmbeddingRequest,
+    RerankRequest,
+    RerankResponse,
+    ScoreList,
+    ScoreRequest,
+)
 from .protocol import (
     ChatCompletion,
     ChatCompletionRequest,
@@ -61,6 +71,7 @@ def create_inner_app(service: Service) -> FastAPI:
     add_error_handlers(app)
     app.add_exception_handler(ClientLeftError, _nobody_listens)
     app.include_router(_generation_routes(service))
+    app.include_router(_pooling_routes(service))
     app.include_router(_information_routes(service))
     return app
 
@@ -94,6 +105,34 @@ def _generation_routes(service: Service) -> APIRouter:
         return await _answer(
             request, body.stream, lambda: responses.start_response(service, body, request.state.tenant)
         )
+
+    return router
+
+
+def _pooling_routes(service: Service) -> APIRouter:
+    router = APIRouter()
+
+    @router.post("/v1/embeddings", response_model=EmbeddingList)
+    async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
+        """Embed texts."""
+        return await _whole(request, pooling.embeddings(service, body, request.state.tenant))
+
+    @router.post("/v1/rerank", response_model=RerankResponse)
+    @router.post("/rerank", response_model=RerankResponse)
+    async def rerank(body: RerankRequest, request: Request) -> Response:
+        """Order documents by how relevant they are to a query."""
+        return await _whole(request, pooling.rerank(service, body, request.state.tenant))
+
+    @router.post("/v1/score", response_model=ScoreList)
+    @router.post("/score", response_model=ScoreList)
+    async def score(body: ScoreRequest, request: Request) -> Response:
+        """Score pairs of texts."""
+        return await _whole(request, pooling.score(service, body, request.state.tenant))
+
+    @router.post("/classify", response_model=ClassificationList)
+    async def classify(body: ClassifyRequest, request: Request) -> Response:
+        """Classify texts."""
+        return await _whole(request, pooling.classify(service, body, request.state.tenant))
 
     return router
 
@@ -177,7 +216,12 @@ async def _answer(request: Request, stream: bool | None, start: Callable[[], Cor
         async with job.generation:
             return await job.whole()
 
-    whole = await until_client_leaves(request.receive, work())
+    return await _whole(request, work())
+
+
+async def _whole(request: Request, work: Coroutine[None, None, BaseModel]) -> Response:
+    """The result of `work`, which ends when the client leaves."""
+    whole = await until_client_leaves(request.receive, work)
     return Response(whole.model_dump_json(exclude_unset=True), media_type="application/json")
 
 

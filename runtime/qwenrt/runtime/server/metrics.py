@@ -32,7 +32,9 @@ class Metrics:
         def counter(name: str, text: str) -> Counter:
             return Counter(f"vllm:{name}", text, ["model_name"], registry=self._registry).labels(model)
 
-        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests that gave a first token.")
+        self.prompt_tokens = counter(
+            "prompt_tokens", "Prompt tokens of requests that gave a first token or were pooled."
+        )
         self.generation_tokens = counter("generation_tokens", "Generated tokens.")
         self.prefix_cache_queries = counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
         self.prefix_cache_hits = counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.")
@@ -113,12 +115,13 @@ class RequestMeter:
         now = perf_counter()
         tokens = sum(len(output.token_ids) for output in delta.outputs)
         metrics = self._metrics
-        if tokens and not self._num_generated:
+        if delta.pooled is not None:
+            self._see_prompt(delta)
+            self._ended.add(0)
+            metrics.ended("stop")
+        elif tokens and not self._num_generated:
             metrics.first_token.observe(now - self._start)
-            metrics.prompt_tokens.inc(self._num_prompt_tokens)
-            metrics.prompt_size.observe(self._num_prompt_tokens)
-            metrics.prefix_cache_queries.inc(self._num_prompt_tokens)
-            metrics.prefix_cache_hits.inc(delta.num_cached_tokens)
+            self._see_prompt(delta)
         elif tokens:
             metrics.inter_token.observe((now - self._last) / max(1, tokens // len(delta.outputs)))
         metrics.generation_tokens.inc(tokens)
@@ -128,6 +131,13 @@ class RequestMeter:
             if output.finish_reason is not None:
                 self._ended.add(output.index)
                 metrics.ended(output.finish_reason)
+
+    def _see_prompt(self, delta: RequestDelta) -> None:
+        metrics = self._metrics
+        metrics.prompt_tokens.inc(self._num_prompt_tokens)
+        metrics.prompt_size.observe(self._num_prompt_tokens)
+        metrics.prefix_cache_queries.inc(self._num_prompt_tokens)
+        metrics.prefix_cache_hits.inc(delta.num_cached_tokens)
 
     def end(self, num_answers: int) -> None:
         """The request is over, finished or not."""

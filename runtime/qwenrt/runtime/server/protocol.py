@@ -223,7 +223,7 @@ class ChatCompletionRequest(GenerationRequest):
         return self
 
 
-def _one_error(value: Any) -> Any:
+def one_error(value: Any) -> Any:
     """One error for a prompt of no kind, where pydantic would have one for each kind and entry."""
     kinds = {type(item) for item in value} if isinstance(value, list) else set()
     flat = kinds <= {str} or kinds <= {int}
@@ -233,10 +233,16 @@ def _one_error(value: Any) -> Any:
     return value
 
 
+def as_list(value: Any) -> list[Any]:
+    """One prompt or many (text, token ids, or a list of either) as a list of them."""
+    one = isinstance(value, str) or (value and isinstance(value[0], int))
+    return [value] if one else value
+
+
 class CompletionRequest(GenerationRequest):
     """The body of POST /v1/completions."""
 
-    prompt: Annotated[str | list[str] | list[int] | list[list[int]], BeforeValidator(_one_error)]
+    prompt: Annotated[str | list[str] | list[int] | list[list[int]], BeforeValidator(one_error)]
     logprobs: int | None = None
     echo: bool | None = None
     best_of: int | None = None
@@ -246,9 +252,7 @@ class CompletionRequest(GenerationRequest):
     @property
     def prompts(self) -> list[str] | list[list[int]]:
         """The prompts, one or more."""
-        prompt: Any = self.prompt
-        one = isinstance(prompt, str) or (prompt and isinstance(prompt[0], int))
-        return [prompt] if one else prompt
+        return as_list(self.prompt)
 
 
 class TokenizeRequest(RequestModel):
