@@ -309,6 +309,21 @@ class EmbeddingKernel {
   ElementType weight_type_;
 };
 
+class SwiGluKernel {
+ public:
+  SwiGluKernel(const OrtKernelInfo*, ElementType) {}
+
+  void compute(OrtKernelContext* context) const {
+    using namespace qwenrt::ops::swi_glu;
+    const Tensor gate_up = input(context, kGateUp, kInputNames[kGateUp]);
+    gate_up.expect_rank(2);
+    const int64_t rows = gate_up.shape[0], inner = gate_up.shape[1] / 2;
+    gate_up.expect_shape({rows, 2 * inner});
+    float* y = static_cast<float*>(output(context, kY, {rows, inner}));
+    qwenrt::run_swiglu({gate_up.as<float>(), y, rows, inner}, threads_of(context));
+  }
+};
+
 // What ONNX Runtime asks about an op. It passes a pointer to the OrtCustomOp, which is the first part of this.
 struct CustomOp : OrtCustomOp {
   using Types = std::vector<ONNXTensorElementDataType>;
@@ -382,6 +397,10 @@ std::vector<CustomOp> make_ops() {
     const auto weight = static_cast<ONNXTensorElementDataType>(type);
     ops.push_back(custom_op<MixtureOfExpertsKernel>(kName, kVersion, {kFloat, kFloat, weight, weight, kFloat, kFloat, kByte, kByte},
                                                     kGateUpScale, {kFloat}, type));
+  }
+  {
+    using namespace qwenrt::ops::swi_glu;
+    ops.push_back(custom_op<SwiGluKernel>(kName, kVersion, {kFloat}, kNumInputs, {kFloat}, ElementType::kFloat32));
   }
   return ops;
 }

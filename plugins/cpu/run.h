@@ -9,6 +9,7 @@
 #include "experts.h"
 #include "linear.h"
 #include "sampling.h"
+#include "swiglu.h"
 
 namespace qwenrt {
 
@@ -35,5 +36,6 @@ void run_linear(const Linear& op, const Parallel& parallel);
 void run_mixture_of_experts(const MixtureOfExperts& op, const Parallel& parallel);
 void run_embedding(const Embedding& op);
 void run_sample_rows(const SampleRows& op, const Parallel& parallel);
+void run_swiglu(const SwiGlu& op, const Parallel& parallel);
 
 }  // namespace qwenrt

@@ -104,6 +104,14 @@ def round_rows(x: Array) -> tuple[Array, Array]:
     return values.astype(np.int8), scale
 
 
+def swi_glu(gate_up: Array) -> Array:
+    """SwiGlu as `schema.SWIGLU` has it: y [T, inner] float32, computed in float64."""
+    gate, up = np.split(gate_up.astype(np.float64), 2, axis=1)
+    with np.errstate(over="ignore"):
+        y: Array = gate / (1 + np.exp(-gate)) * up
+    return y.astype(np.float32)
+
+
 def mixture_of_experts(
     x: Array,
     router_logits: Array,

@@ -144,6 +144,10 @@ def _linear_shapes(inputs: Sequence[Shape], attributes: Mapping[str, Any]) -> li
     return [(inputs[0][0], scale[0] if scale else inputs[1][0])]
 
 
+def _half(width: Dim) -> Dim:
+    return width // 2 if isinstance(width, int) else None
+
+
 LINEAR = OpSpec(
     name="Linear",
     version=1,
@@ -207,7 +211,21 @@ EMBEDDING = OpSpec(
     infer_shapes=lambda inputs, attributes: [(inputs[0][0], attributes["depth"])],
 )
 
-OPS = (PAGED_ATTENTION, LINEAR, EMBEDDING, MIXTURE_OF_EXPERTS)
+SWIGLU = OpSpec(
+    name="SwiGlu",
+    version=1,
+    doc=(
+        "y = silu(gate) * up, silu(x) = x / (1 + e^-x), of one product that has the gate in the first half of its columns and up "
+        "in the second (Shazeer, 2020)."
+    ),
+    types={"F": ("float",)},
+    inputs=(Value("gate_up", "F", "[T, 2 * inner]", "gate, then up"),),
+    outputs=(Value("y", "F", "[T, inner]", "silu(gate) * up"),),
+    attributes=(),
+    infer_shapes=lambda inputs, attributes: [(inputs[0][0], _half(inputs[0][1]))],
+)
+
+OPS = (PAGED_ATTENTION, LINEAR, EMBEDDING, MIXTURE_OF_EXPERTS, SWIGLU)
 
 
 def register_onnx_schemas() -> None:

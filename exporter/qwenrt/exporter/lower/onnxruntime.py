@@ -8,7 +8,7 @@ import onnx_ir as ir
 
 from qwenrt.plugins import ConfigError
 from qwenrt.plugins.panels import PANEL_WIDTH
-from qwenrt.plugins.schema import DOMAIN, EMBEDDING, LINEAR, MIXTURE_OF_EXPERTS, register_onnx_schemas
+from qwenrt.plugins.schema import DOMAIN, EMBEDDING, LINEAR, MIXTURE_OF_EXPERTS, SWIGLU, register_onnx_schemas
 
 from . import Lowered
 from .onnxruntime_weights import FORMATS, GROUP_SIZES, Panels
@@ -35,7 +35,8 @@ def lower(model: ir.Model, weights: str) -> Lowered:
     only on a private packed copy, has no bfloat16, and gives a row other bits in other company. The rows that Gather looks up in
     a 16-bit embedding are cast to float32; in an integer one they are looked up by an `Embedding` node. Norms, biases, the RoPE
     table and a classifier's head stay float32: they are small. So, beside integers, do routers: what they round would choose
-    other experts. Raises ConfigError for integer experts that do not fill whole panels.
+    other experts. What lies between a feed-forward layer's products becomes one `SwiGlu` node. Raises ConfigError for integer
+    experts that do not fill whole panels.
     """
     register_onnx_schemas()
     graph = model.graph
@@ -49,6 +50,7 @@ def lower(model: ir.Model, weights: str) -> Lowered:
         if node.op_type == "Gemm":
             node.op_type, node.domain, node.version = LINEAR.name, DOMAIN, LINEAR.version
             node.attributes.clear()
+    _fuse_swiglu(graph)
     if weights in FORMATS:
         mixtures = [node for node in graph if node.op_type == MIXTURE_OF_EXPERTS.name]
         _check_experts(mixtures)
@@ -62,6 +64,24 @@ def lower(model: ir.Model, weights: str) -> Lowered:
             if node.op_type == "Gather" and stored != ir.DataType.FLOAT:
                 _cast_output(graph, node, stored)
     return Lowered()
+
+
+def _fuse_swiglu(graph: ir.Graph) -> None:
+    """Let one node compute silu(gate) * up where a Split, a Sigmoid and two Muls do; it keeps the name of the last."""
+    for split in [node for node in graph if node.op_type == "Split" and len(node.outputs) == 2]:
+        gate, up = split.outputs
+        users = {node.op_type: node for node, _ in gate.uses()}
+        if users.keys() != {"Sigmoid", "Mul"} or set(users["Mul"].inputs) != {gate, users["Sigmoid"].outputs[0]}:
+            continue
+        silu = users["Mul"].outputs[0]
+        last = [node for node, _ in silu.uses()]
+        if len(last) != 1 or last[0].op_type != "Mul" or set(last[0].inputs) != {silu, up}:
+            continue
+        node = last[0]
+        node.op_type, node.domain, node.version = SWIGLU.name, DOMAIN, SWIGLU.version
+        node.resize_inputs(1)
+        node.replace_input_with(0, split.inputs[0])
+        graph.remove([users["Mul"], users["Sigmoid"], split], safe=True)
 
 
 def _use_panels(graph: ir.Graph, matrix: ir.Value, weights: str) -> Panels:

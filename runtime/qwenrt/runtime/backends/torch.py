@@ -83,6 +83,11 @@ def _mixture_of_experts(*tensors: Tensor | None, **attributes: int) -> Tensor:
     return y
 
 
+def _swiglu(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
 def _paged_attention(*tensors: Tensor, **attributes: Any) -> tuple[Tensor, Tensor]:
     return torch_op.paged_attention_in_place(*tensors, **attributes), tensors[torch_op.KV_CACHE]
 
@@ -100,6 +105,7 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
     "qwenrt::Linear": _linear,
     "qwenrt::MixtureOfExperts": _mixture_of_experts,
     "qwenrt::PagedAttention": _paged_attention,
+    "qwenrt::SwiGlu": _swiglu,
 }
 
 
