@@ -221,6 +221,12 @@ void find_keys(const PagedAttention& op, int64_t seq, int64_t kv_head, int64_t s
   }
 }
 
+// The last key of a tile again, in place of what comes after it from number `count` on.
+template <class T>
+void repeat_last(Keys<T>& keys, int64_t last, int64_t count) {
+  for (int64_t key = last + count; key < last + kAheadKeys; ++key) keys.k[key] = keys.k[last - 1], keys.v[key] = keys.v[last - 1];
+}
+
 // Fills `keys` up, behind keys [first, last) of head i of a tile, with those that come after: the next head's, or the next tile's.
 template <class T>
 void find_next_keys(const PagedAttention& op, const QueryTile& tile, int64_t i, int64_t start, int64_t first, int64_t last, int64_t end,
@@ -229,7 +235,7 @@ void find_next_keys(const PagedAttention& op, const QueryTile& tile, int64_t i, 
   const int64_t next = more_heads ? start + first : start + last, stop = more_heads ? start + last : end;
   const int64_t count = smaller(stop - next, kAheadKeys);
   find_keys(op, tile.seq, more_heads ? tile.kv_head + i + 1 : tile.kv_head, next, 0, count, keys.k + last, keys.v + last);
-  for (int64_t key = greater(count, 0); key < kAheadKeys; ++key) keys.k[last + key] = keys.k[last - 1], keys.v[last + key] = keys.v[last - 1];
+  repeat_last(keys, last, greater(count, 0));
 }
 
 // The keys of one tile, as floats in scratch memory.
@@ -242,6 +248,7 @@ void add_converted_tile(const PagedAttention& op, const QueryTile& tile, int64_t
     wide.k[i] = s.k + i * op.head_dim;
     wide.v[i] = s.v + i * op.head_dim;
   }
+  repeat_last(wide, last, 0);
   add_tile(op, tile, row, start, wide, s);
 }
 
@@ -355,21 +362,24 @@ void merge_chunks(const PagedAttention& op, const QueryTile& tile, float* memory
 void norm_and_rotate(const PagedAttention& op, const float* x, const float* weight, const float* angles, float factor,
                      float* out) {
   const int64_t width = op.head_dim, half = width / 2;
+  Floats inverse = zero();
   if (weight != nullptr) {
     Floats squares = zero();
     for (int64_t d = 0; d < width; d += kLanes) squares = multiply_add(load(x + d), load(x + d), squares);
-    const Floats inverse = broadcast(1 / std::sqrt(sum(squares) / static_cast<float>(width) + op.norm_eps));
-    for (int64_t d = 0; d < width; d += kLanes) store(out + d, load(x + d) * inverse * load(weight + d));
-    x = out;
+    inverse = broadcast(1 / std::sqrt(sum(squares) / static_cast<float>(width) + op.norm_eps));
   }
-  int64_t d = 0;
-  for (; d + kLanes <= half; d += kLanes) {
-    const Floats first = load(x + d), second = load(x + half + d), cosine = load(angles + d), sine = load(angles + half + d);
-    store(out + d, (first * cosine - second * sine) * broadcast(factor));
-    store(out + half + d, (second * cosine + first * sine) * broadcast(factor));
+  const auto normed = [&](int64_t d) { return weight == nullptr ? load(x + d) : load(x + d) * inverse * load(weight + d); };
+  if (half % kLanes == 0) {
+    for (int64_t d = 0; d < half; d += kLanes) {
+      const Floats first = normed(d), second = normed(half + d), cosine = load(angles + d), sine = load(angles + half + d);
+      store(out + d, (first * cosine - second * sine) * broadcast(factor));
+      store(out + half + d, (second * cosine + first * sine) * broadcast(factor));
+    }
+    return;
   }
-  for (; d < half; ++d) {
-    const float first = x[d], second = x[half + d], cosine = angles[d], sine = angles[half + d];
+  for (int64_t d = 0; d < width; d += kLanes) store(out + d, normed(d));
+  for (int64_t d = 0; d < half; ++d) {
+    const float first = out[d], second = out[half + d], cosine = angles[d], sine = angles[half + d];
     out[d] = (first * cosine - second * sine) * factor;
     out[half + d] = (second * cosine + first * sine) * factor;
   }

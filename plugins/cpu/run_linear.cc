@@ -29,7 +29,7 @@ RoundedRows round_rows(const Linear& op, const Isa& kernels, const Parallel& par
 void run_integer_linear(const Linear& op, const Isa& kernels, const Parallel& parallel) {
   const RoundedRows x = round_rows(op, kernels, parallel);
   // An even number, since some kernels take panels two by two; and a few tasks for every thread.
-  const int64_t panels = op.weight.panels(), share = panels / (4 * parallel.threads) / 2 * 2;
+  const int64_t panels = op.weight.panels(), share = panels / (16 * parallel.threads) / 2 * 2;
   const int64_t task_panels = std::clamp(share, int64_t{2}, kMostTaskPanels);
   run_with_scratch<int8_t>(parallel, (panels + task_panels - 1) / task_panels, integer_scratch(op, task_panels), [&](int64_t task, int8_t* scratch) {
     const int64_t first = task * task_panels;
