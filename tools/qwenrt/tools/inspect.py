@@ -45,7 +45,7 @@ def command(path: Path, as_json: bool, verify: bool) -> None:
       qwenrt inspect ./Qwen3-0.6B --json
     """
     if not path.exists():
-        raise ConfigError(f"{path} does not exist; give an engine folder or a checkpoint")
+        raise ConfigError(f"{path} is no folder and no GGUF file; give an engine folder or a checkpoint")
     with spinner(f"reading {path}") as line:
         if (path / MANIFEST_NAME).is_file():
             report = inspect_engine(path, verify=verify, progress=line.update)
