@@ -59,6 +59,20 @@ struct Linear {
   int64_t depth;
 };
 
+// y += (x A^T) B^T, row by row with the A and B of the row's adapter.
+struct Lora {
+  const float* x;           // [rows, depth]
+  const int32_t* adapters;  // [rows]; -1: none
+  const float* a;           // [count, rank, depth]
+  const float* b;           // [count, width, rank]
+  float* y;                 // [rows, width]
+  int64_t rows;
+  int64_t depth;
+  int64_t width;
+  int64_t rank;
+  int64_t count;
+};
+
 // y = rows `ids` of an integer weight.
 struct Embedding {
   const int32_t* ids;  // [rows]

@@ -246,9 +246,23 @@ class LinearKernel {
     }
     op.y = static_cast<float*>(output(context, kY, {op.rows, op.weight.width}));
     qwenrt::run_linear(op, threads_of(context));
+    if (has_input(context, kAdapters)) add_adapters(context, op);
   }
 
  private:
+  static void add_adapters(const OrtKernelContext* context, const qwenrt::Linear& op) {
+    using namespace qwenrt::ops::linear;
+    const Tensor adapters = input(context, kAdapters, kInputNames[kAdapters]);
+    const Tensor a = input(context, kLoraA, kInputNames[kLoraA]), b = input(context, kLoraB, kInputNames[kLoraB]);
+    adapters.expect_shape({op.rows});
+    a.expect_rank(3);
+    const int64_t count = a.shape[0], rank = a.shape[1], width = op.weight.width;
+    a.expect_shape({count, rank, op.depth});
+    b.expect_shape({count, width, rank});
+    qwenrt::run_lora({op.x, adapters.as<int32_t>(), a.as<float>(), b.as<float>(), op.y, op.rows, op.depth, width, rank, count},
+                     threads_of(context));
+  }
+
   ElementType weight_type_;
 };
 
@@ -385,7 +399,8 @@ std::vector<CustomOp> make_ops() {
   for (const ElementType type : {ElementType::kFloat32, ElementType::kFloat16, ElementType::kBFloat16, ElementType::kInt8, ElementType::kUint8}) {
     using namespace qwenrt::ops::linear;
     const auto weight = static_cast<ONNXTensorElementDataType>(type);
-    ops.push_back(custom_op<LinearKernel>(kName, kVersion, {kFloat, weight, kFloat, kFloat, kByte}, kBias, {kFloat}, type));
+    ops.push_back(custom_op<LinearKernel>(kName, kVersion, {kFloat, weight, kFloat, kFloat, kByte, kInt, kFloat, kFloat}, kBias,
+                                          {kFloat}, type));
   }
   for (const ElementType type : {ElementType::kInt8, ElementType::kUint8}) {
     using namespace qwenrt::ops::embedding;

@@ -33,6 +33,7 @@ void check_weight(const Weight& weight, int64_t depth, bool floats);
 // Throw InvalidArgument before anything is written. The sizes in `op` must be the true sizes of its tensors.
 void run_paged_attention(const PagedAttention& op, const Parallel& parallel);
 void run_linear(const Linear& op, const Parallel& parallel);
+void run_lora(const Lora& op, const Parallel& parallel);
 void run_mixture_of_experts(const MixtureOfExperts& op, const Parallel& parallel);
 void run_embedding(const Embedding& op);
 void run_sample_rows(const SampleRows& op, const Parallel& parallel);

@@ -140,15 +140,15 @@ def test_a_config_as_tinyllama_has_it_needs_no_head_dim(tmp_path: Path) -> None:
     check_tokens(checkpoint, tmp_path / "engine")
 
 
-def logits(llm: LLM, prompt: list[int]) -> npt.NDArray[np.float32]:
-    """Of every token of a prompt."""
+def logits(llm: LLM, prompt: list[int], slot: int | None = None) -> npt.NDArray[np.float32]:
+    """Of every token of a prompt, with the adapter of a slot."""
     count = len(prompt)
     blocks = np.arange(-(-count // llm.engine.manifest.block_size), dtype=np.int32)
     rows = np.arange(count, dtype=np.int32)
     ends = np.array([0, count], np.int32)
-    return llm.engine.backend.execute(
-        StepInputs(np.array(prompt, np.int32), rows, blocks[None], ends[1:], ends, rows)
-    ).copy()
+    adapters = None if slot is None else np.full(count, slot, np.int32)
+    inputs = StepInputs(np.array(prompt, np.int32), rows, blocks[None], ends[1:], ends, rows, adapters)
+    return llm.engine.backend.execute(inputs).copy()
 
 
 @pytest.mark.parametrize(("weights", "tolerance"), [("int8", 0.05), ("int4", 0.4)])

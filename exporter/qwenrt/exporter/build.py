@@ -91,7 +91,7 @@ def _lower(
 ) -> Lowered:
     """Change the trace into what the target takes."""
     if manifest.target == "onnxruntime":
-        return onnxruntime.lower(model, manifest.weights)
+        return onnxruntime.lower(model, manifest.weights, manifest.max_lora_rank)
     ranges = None
     if manifest.weights.startswith("fp8"):
         sequences = calibration_tokens(folder / "tokenizer.json")

@@ -15,7 +15,7 @@ from typing import Any
 from qwenrt.plugins import ConfigError, QwenrtWarning
 from qwenrt.plugins.schema import PAGED_ATTENTION
 from qwenrt.runtime.engine_dir import EngineDir, EngineManifest, Limits, ModelSpec, write_engine_dir
-from qwenrt.runtime.lora import LoraAdapter
+from qwenrt.runtime.lora import MAX_RANK, LoraAdapter
 
 from .checkpoint import expected_shapes
 from .config import MAX_POSITIONS, ModelConfig
@@ -39,6 +39,7 @@ def export(
     weights: str | None = None,
     kv_dtype: str | None = None,
     lora: str | os.PathLike[str] | None = None,
+    max_lora_rank: int = 0,
     block_size: int = 32,
     max_model_len: int | None = None,
     max_num_seqs: int = 64,
@@ -52,15 +53,16 @@ def export(
     """Write the engine folder `out` for a checkpoint, a folder, a hub id or a GGUF file, and return it.
 
     target: onnxruntime computes on the CPU; tensorrt also gives a plan for the GPU in this machine, tensorrt-rtx plans for
-    `compute_capabilities` (8.9 and 12.0 by default), whatever is in it. task: generate, embed or classify, by default what the
-    checkpoint is for (`ModelConfig.from_dir`). dtype: what is computed in: float32 on the CPU, bfloat16
-    (default) or float16 on a GPU. weights: how matrices are stored: float32 (default), float16 or bfloat16 on the CPU; as dtype
-    (default), fp8, fp8-channel or int4 on a GPU. kv_dtype: the KV cache's type: float32 (default) or float16 on the CPU; as dtype
-    (default) or fp8 on a GPU. lora: folder of a PEFT adapter, merged into the matrices in float32. block_size: tokens in a KV
-    block. max_model_len: tokens in a sequence, by default all positions of the model; more of them are a warning, for the
-    model was not made for that, and with dynamic RoPE scaling they are how it is used. max_num_seqs and max_num_batched_tokens:
-    sequences and tokens in a step. strip_weights: plans without weights; the runtime takes them from the weight file. overwrite:
-    replace an engine folder that is there. notice: is told what was built.
+    `compute_capabilities` (8.9 and 12.0 by default), whatever is in it. task: generate, embed or classify, by default what
+    the checkpoint is for (`ModelConfig.from_dir`). dtype: what is computed in: float32 on the CPU, bfloat16 (default) or
+    float16 on a GPU. weights: how matrices are stored: float32 (default), float16 or bfloat16 on the CPU; as dtype (default),
+    fp8, fp8-channel or int4 on a GPU. kv_dtype: the KV cache's type: float32 (default) or float16 on the CPU; as dtype
+    (default) or fp8 on a GPU. lora: folder of a PEFT adapter, merged into the matrices in float32. max_lora_rank: let
+    requests name adapters of up to that rank at run time; 0: none. block_size: tokens in a KV block. max_model_len: tokens in
+    a sequence, by default all positions of the model; more of them are a warning, for the model was not made for that, and
+    with dynamic RoPE scaling they are how it is used. max_num_seqs and max_num_batched_tokens: sequences and tokens in a
+    step. strip_weights: plans without weights; the runtime takes them from the weight file. overwrite: replace an engine
+    folder that is there. notice: is told what was built.
 
     The folder appears when it is complete. Raises ConfigError, before anything is written where that can be known, naming what is
     wrong. Where a plan is all that cannot be built, it is raised after the rest was written: `build_plans` makes one from the
@@ -73,6 +75,8 @@ def export(
     kv_dtype = _choice("kv_dtype", kv_dtype or kv_dtypes[0], kv_dtypes)
     capabilities = plan_capabilities(target, weights, compute_capabilities)
     _integer("block_size", block_size, _MAX_BLOCK_SIZE)
+    if max_lora_rank != 0 and _integer("max_lora_rank", max_lora_rank, MAX_RANK) and target != "onnxruntime":
+        raise ConfigError(f"adapters at run time are not built for {target}; merge one with --lora")
     report = progress or _silent
     report("reading the checkpoint", 0, 1)
     source = source_of(model, task)
@@ -95,6 +99,7 @@ def export(
         weights=weights,
         kv_dtype=kv_dtype,
         block_size=block_size,
+        max_lora_rank=max_lora_rank,
         limits=limits,
         eos_token_ids=config.eos_token_ids,
         opset=lowering.OPSET,

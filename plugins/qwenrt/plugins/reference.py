@@ -69,9 +69,29 @@ def paged_attention(
 
 
 def linear(
-    x: Array, weight: Array, bias: Array | None = None, scale: Array | None = None, groups: Array | None = None
+    x: Array,
+    weight: Array,
+    bias: Array | None = None,
+    scale: Array | None = None,
+    groups: Array | None = None,
+    adapters: Array | None = None,
+    lora_a: Array | None = None,
+    lora_b: Array | None = None,
 ) -> Array:
-    """Linear as `schema.LINEAR` has it: y [M, N] float32. Float weights: computed in float64; integer ones: to the bit."""
+    """Linear as `schema.LINEAR` has it: y [M, N] float32.
+
+    Float weights and what adapters add are computed in float64; integer weights to the bit.
+    """
+    y = _plain_linear(x, weight, bias, scale, groups)
+    if adapters is not None and lora_a is not None and lora_b is not None:
+        for row, adapter in enumerate(adapters):
+            if adapter >= 0:
+                low = lora_a[adapter].astype(np.float64) @ x[row]
+                y[row] += (lora_b[adapter].astype(np.float64) @ low).astype(np.float32)
+    return y
+
+
+def _plain_linear(x: Array, weight: Array, bias: Array | None, scale: Array | None, groups: Array | None) -> Array:
     if scale is None:
         products = x.astype(np.float64) @ weight.astype(np.float64).T
         return (products if bias is None else products + bias).astype(np.float32)

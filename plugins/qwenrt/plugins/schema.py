@@ -155,16 +155,25 @@ LINEAR = OpSpec(
         "y = x W^T + b. A float W lies as in a checkpoint; products and sums are float32. An integer W lies in panels "
         "(panels.py): int8, or 4-bit codes that stand for (code - zero point) * multiplier; each row of x is rounded to int8 "
         "with the scale max|x| / 127, sums are exact, and y = sum * (scale of x * scale of W) + b in float32. A row of x below "
-        "2^-100 throughout counts as 0; one with a NaN or an infinity gives NaN. A row of y does not depend, to the last bit, on "
-        "which other rows are computed with it."
+        "2^-100 throughout counts as 0; one with a NaN or an infinity gives NaN. With adapters (LoRA), (x A^T) B^T of "
+        "the adapter that a row names is added to it, in float32; other rows keep their bits. A row of y does not depend, to the "
+        "last bit, on which other rows are computed with it."
     ),
-    types={"F": ("float",), "W": ("float", "float16", "bfloat16", "int8", "uint8"), "U": ("uint8",)},
+    types={
+        "F": ("float",),
+        "W": ("float", "float16", "bfloat16", "int8", "uint8"),
+        "U": ("uint8",),
+        "I": ("int32",),
+    },
     inputs=(
         Value("x", "F", "[M, K]", "rows"),
         Value("weight", "W", _PANELS, "weight"),
         Value("bias", "F", "[N]", "bias", optional=True),
         _SCALE,
         _GROUPS,
+        Value("adapters", "I", "[M]", "each row's adapter; -1: none", optional=True),
+        Value("lora_a", "F", "[adapters, R, K]", "A of each adapter; with adapters", optional=True),
+        Value("lora_b", "F", "[adapters, N, R]", "B of each adapter, its scale among it; with adapters", optional=True),
     ),
     outputs=(Value("y", "F", "[M, N]", "products"),),
     attributes=(),

@@ -2,6 +2,7 @@
 
 from qwenrt.plugins import ConfigError, DeviceError, QwenrtError, RequestError
 
+from .adapters import LoRARequest
 from .engine import LLMEngine
 from .engine_dir import EngineDir, EngineManifest
 from .llm import LLM
@@ -26,6 +27,7 @@ __all__ = [
     "EngineDir",
     "EngineManifest",
     "LLMEngine",
+    "LoRARequest",
     "QwenrtError",
     "RequestError",
     "RequestOutput",

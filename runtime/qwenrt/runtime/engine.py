@@ -13,9 +13,11 @@ import numpy.typing as npt
 
 from qwenrt.plugins import ConfigError, DeviceError, RequestError
 
+from .adapters import AdapterRegistry, LoRARequest
 from .backends import Backend
 from .completion import Completion, Pooling
 from .engine_dir import EngineManifest, Limits
+from .lora import LoraAdapter
 from .model_runner import ModelRunner
 from .outputs import RequestDelta, RequestOutput
 from .pooling import PoolingParams, check_task
@@ -104,6 +106,7 @@ class PreparedRequest:
     """How many tokens may follow."""
     matcher: Matcher | None
     """The start of the grammar of `structured_outputs`."""
+    adapter: LoraAdapter | None = None
 
 
 _Sampled = list[SampledToken] | RequestError | npt.NDArray[np.float32]
@@ -128,7 +131,9 @@ class LLMEngine:
         self.limits = limits
         self.backend = backend
         self.tokenizer = tokenizer
-        self.scheduler = Scheduler(limits, manifest.block_size, num_kv_blocks, enable_prefix_caching)
+        slots = 0 if backend.lora is None else backend.lora.num_slots
+        self.scheduler = Scheduler(limits, manifest.block_size, num_kv_blocks, enable_prefix_caching, slots)
+        self.adapters = AdapterRegistry(manifest, {} if backend.lora is None else backend.lora.shapes)
         self.runner = ModelRunner(limits, manifest.block_size)
         self.timings = StepTimings()
         self.speculator = Speculator(speculative) if speculative else None
@@ -147,15 +152,18 @@ class LLMEngine:
         params: SamplingParams | PoolingParams,
         *,
         add_special_tokens: bool = True,
+        lora_request: LoRARequest | None = None,
     ) -> Job:
         """Queue a prompt (text or token ids).
 
         Raises RequestError, and changes nothing, if it cannot be served; DeviceError if the device has failed before.
 
-        add_special_tokens: as `Tokenizer.encode` has it; False for a rendered chat template. The job is for a caller who looks at
-        it rather than at what every step returns.
+        add_special_tokens: as `Tokenizer.encode` has it; False for a rendered chat template. lora_request: the adapter to answer
+        with, on an engine that was exported for adapters. The job is for a caller who looks at it rather than at what every step
+        returns.
         """
-        return self.submit(request_id, self.prepare(prompt, params, add_special_tokens=add_special_tokens))
+        prepared = self.prepare(prompt, params, add_special_tokens=add_special_tokens, lora_request=lora_request)
+        return self.submit(request_id, prepared)
 
     def prepare(
         self,
@@ -163,17 +171,19 @@ class LLMEngine:
         params: SamplingParams | PoolingParams,
         *,
         add_special_tokens: bool = True,
+        lora_request: LoRARequest | None = None,
     ) -> PreparedRequest:
         """Tokenize a prompt, check it and compile its grammar; raises RequestError if it cannot be served.
 
         Safe to call from any thread.
         """
         text = prompt if isinstance(prompt, str) else None
+        adapter = None if lora_request is None else self.adapters.get(lora_request)
         if isinstance(params, PoolingParams):
             token_ids = self._token_ids(prompt, add_special_tokens)
             self._check_prompt(token_ids, self.limits.max_model_len)
             self._check_pool(token_ids, 1, "")
-            return PreparedRequest(text, token_ids, params, 0, None)
+            return PreparedRequest(text, token_ids, params, 0, None, adapter)
         if not isinstance(params, SamplingParams):
             raise RequestError(f"params is a {type(params).__name__}; it must be a SamplingParams")
         check_task(self.manifest, "generate", "generate text")
@@ -183,7 +193,7 @@ class LLMEngine:
             raise RequestError("thinking_budget needs a model that thinks: this one's tokenizer has no token <think>")
         structured = params.structured_outputs
         matcher = None if structured is None else self._grammars.compile(structured.source)
-        return PreparedRequest(text, token_ids, params, max_tokens, matcher)
+        return PreparedRequest(text, token_ids, params, max_tokens, matcher, adapter)
 
     def submit(self, request_id: str, prepared: PreparedRequest) -> Job:
         """Queue a prepared request; raises RequestError if its id is in use, DeviceError if the device has failed before."""
@@ -216,6 +226,7 @@ class LLMEngine:
             max_tokens=prepared.max_tokens,
             sampler=sampler,
             drafter=drafter,
+            adapter=prepared.adapter,
         )
 
     def _completion(self, request_id: str, prepared: PreparedRequest, params: SamplingParams, index: int) -> Completion:
@@ -330,6 +341,8 @@ class LLMEngine:
             return []
         try:
             with timings.part("prepare"):
+                if self.backend.lora is not None:
+                    self.scheduler.adapters.load(self.backend.lora.set)
                 inputs = self.runner.prepare(plan)
             with timings.part("execute"):
                 logits = self.backend.execute(inputs)

@@ -30,7 +30,7 @@ FORMAT_VERSION = 1
 MANIFEST_NAME = "engine.json"
 _MAX_MANIFEST_BYTES = 1 << 20
 TASKS = ("generate", "embed", "classify")
-_EARLIER = {"task": "generate", "labels": []}
+_EARLIER = {"task": "generate", "labels": [], "max_lora_rank": 0}
 """What manifests of the same format that were written before these fields mean."""
 _MAX_SIZE = 1 << 24
 """Of every dimension and limit: what a runtime allocates for them stays bounded."""
@@ -87,7 +87,8 @@ class EngineManifest:
     """The contents of `engine.json`; see DESIGN of the folder in runtime/README.md.
 
     `task` says what the graph's `logits` are, for each row that is asked for: logits of the vocabulary (generate), the final
-    hidden state (embed), or logits of the `labels` (classify).
+    hidden state (embed), or logits of the `labels` (classify). `max_lora_rank` is the rank that adapters may have at run time; 0:
+    there is no place for any.
     """
 
     producer: str
@@ -99,6 +100,7 @@ class EngineManifest:
     weights: str
     kv_dtype: str
     block_size: int
+    max_lora_rank: int = 0
     limits: Limits
     eos_token_ids: tuple[int, ...]
     opset: int

@@ -11,6 +11,7 @@ from typing import Any
 
 from qwenrt.plugins import ConfigError, RequestError
 
+from .adapters import LoRARequest
 from .backends import load_backend
 from .engine import Job, LLMEngine
 from .engine_dir import EngineDir, Limits
@@ -37,13 +38,14 @@ Message = Mapping[str, Any]
 class LLM:
     """An engine folder, loaded. Threads that share one take turns, a call of `generate` or `chat` each.
 
-    path: the engine folder. backend: "onnxruntime", "torch" or "tensorrt", by default the one that the engine was exported for.
-    device: "cpu", "cuda" or "cuda:N" (a GPU's number); backend torch runs on either. max_num_seqs, max_num_batched_tokens,
-    max_model_len: lower the folder's limits. num_kv_blocks, kv_memory (bytes) or, on a GPU, gpu_memory_fraction (of all its
-    memory, as much as may be in use in the end): size of the KV pool; by default as much as all sequences at full length need,
-    within a quarter of the free memory, on a GPU within a fraction of 0.9. threads: compute threads on the CPU, default one for
-    each core. speculative: guess tokens from earlier text and check them together; {"method": "ngram"} and the fields of
-    SpeculativeConfig. Raises ConfigError when the folder or an option is wrong.
+    path: the engine folder. backend: "onnxruntime", "torch" or "tensorrt", by default the one that the engine was exported
+    for. device: "cpu", "cuda" or "cuda:N" (a GPU's number); backend torch runs on either. max_num_seqs,
+    max_num_batched_tokens, max_model_len: lower the folder's limits. num_kv_blocks, kv_memory (bytes) or, on a GPU,
+    gpu_memory_fraction (of all its memory, as much as may be in use in the end): size of the KV pool; by default as much as
+    all sequences at full length need, within a quarter of the free memory, on a GPU within a fraction of 0.9. threads:
+    compute threads on the CPU, default one for each core. max_loras: adapters that a step may use, on an engine exported for
+    adapters; others wait. speculative: guess tokens from earlier text and check them together; {"method": "ngram"} and the
+    fields of SpeculativeConfig. Raises ConfigError when the folder or an option is wrong.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class LLM:
         enable_prefix_caching: bool = True,
         threads: int | None = None,
         speculative: Mapping[str, Any] | None = None,
+        max_loras: int = 4,
     ) -> None:
         folder = EngineDir.open(path)
         self.path = folder.path
@@ -76,7 +79,15 @@ class LLM:
             raise ConfigError(f"enable_prefix_caching is {enable_prefix_caching!r}, must be True or False")
         tokenizer = Tokenizer.from_dir(folder.path)
         self.chat_template = ChatTemplate.from_dir(folder.path)
-        loaded = load_backend(backend, folder, device=device, limits=limits, budget=budget, threads=threads)
+        loaded = load_backend(
+            backend,
+            folder,
+            device=device,
+            limits=limits,
+            budget=budget,
+            threads=threads,
+            max_loras=_integer("max_loras", max_loras, 1024),
+        )
         self.engine = LLMEngine(
             folder.manifest,
             limits,
@@ -95,18 +106,21 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         add_special_tokens: bool = True,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         on_output: Callable[[RequestOutput], None] | None = None,
     ) -> list[RequestOutput]:
         """Answer one prompt (text or token ids) or many, all batched together; outputs come in the order given.
 
         params: one for all, or one each; default `SamplingParams()`. add_special_tokens: whether texts get what the tokenizer
-        puts around them (Llama's <s>; Qwen has nothing); no for a rendered chat template. on_output is called with each request
+        puts around them (Llama's <s>; Qwen has nothing); no for a rendered chat template. lora_request: the adapter to answer
+        with, one for all or one (or None) each. on_output is called with each request
         that has something new after every step. Raises RequestError before anything runs if a prompt or its parameters cannot
         be served; on any exception (Ctrl-C too) the requests of this call are aborted and the LLM stays usable, unless it is
         DeviceError: then it must be loaded again.
         """
         batch = _as_batch(prompts)
-        jobs = self._answer(batch, _one_each(params, len(batch)), add_special_tokens, on_output)
+        adapters = _adapters(lora_request, len(batch))
+        jobs = self._answer(batch, _one_each(params, len(batch)), add_special_tokens, on_output, adapters)
         return [job.output() for job in jobs]
 
     def _answer(
@@ -115,14 +129,19 @@ class LLM:
         params: Sequence[SamplingParams | PoolingParams],
         add_special_tokens: bool,
         on_output: Callable[[RequestOutput], None] | None = None,
+        adapters: Sequence[LoRARequest | None] | None = None,
     ) -> list[Job]:
         """Run prompts together to their end."""
         ids = [f"request-{next(self._ids)}" for _ in prompts]
         with self._turn:
             try:
                 jobs = [
-                    self.engine.add_request(*request, add_special_tokens=add_special_tokens)
-                    for request in zip(ids, prompts, params, strict=True)
+                    self.engine.add_request(
+                        request_id, prompt, own, add_special_tokens=add_special_tokens, lora_request=adapter
+                    )
+                    for request_id, prompt, own, adapter in zip(
+                        ids, prompts, params, adapters or [None] * len(ids), strict=True
+                    )
                 ]
                 self._run(jobs, on_output)
             finally:
@@ -152,6 +171,7 @@ class LLM:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         enable_thinking: bool | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         on_output: Callable[[RequestOutput], None] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation (a list of {"role", "content"} messages) or many, through the checkpoint's chat template."""
@@ -160,7 +180,7 @@ class LLM:
         prompts = [
             self.render(conversation, tools=tools, enable_thinking=enable_thinking) for conversation in conversations
         ]
-        return self.generate(prompts, params, add_special_tokens=False, on_output=on_output)
+        return self.generate(prompts, params, add_special_tokens=False, lora_request=lora_request, on_output=on_output)
 
     def embed(
         self,
@@ -263,6 +283,17 @@ def _as_batch(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
         return [prompts]
     batch = _items("prompts", prompts, "text or token ids, or a list of such prompts")
     return [batch] if all(isinstance(item, int) for item in batch) else batch
+
+
+def _adapters(
+    lora_request: LoRARequest | Iterable[LoRARequest | None] | None, count: int
+) -> Sequence[LoRARequest | None]:
+    if lora_request is None or isinstance(lora_request, LoRARequest):
+        return [lora_request] * count
+    every = _items("lora_request", lora_request, "a LoRARequest, or a list of them")
+    if len(every) != count:
+        raise RequestError(f"{len(every)} adapters for {count} prompts; give one for all or one each")
+    return every
 
 
 def _one_each(params: SamplingParams | Iterable[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:

@@ -28,6 +28,13 @@ Floats = npt.NDArray[np.float32]
 
 MAX_RANK = 1024
 _MAX_ALPHA = 1e9
+MERGED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "o_proj": ("o_proj",),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "down_proj": ("down_proj",),
+}
+"""The products of an engine's graph that take adapters, and the checkpoint's projections that each is made of."""
 _CONFIG_NAME, _WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
 _MAX_CONFIG_BYTES = 1 << 20
 _MAX_HEADER_BYTES = 32 << 20

@@ -29,6 +29,8 @@ class StepInputs:
     """[S + 1] first row of each sequence, and T."""
     logits_indices: IndexArray
     """[R] rows to sample from."""
+    lora_indices: IndexArray | None = None
+    """[T] slot of each token's adapter, -1 for none; None of a step without adapters."""
 
 
 class ModelRunner:
@@ -43,6 +45,7 @@ class ModelRunner:
         self._seq_lens = np.zeros(sequences, np.int32)
         self._query_start = np.zeros(sequences + 1, np.int32)
         self._logits_indices = np.zeros(tokens, np.int32)
+        self._lora_indices = np.zeros(tokens, np.int32)
 
     def prepare(self, plan: StepPlan) -> StepInputs:
         """Arrays for the chunks of `plan`, in its order."""
@@ -77,6 +80,10 @@ class ModelRunner:
         self._input_ids[:row] = input_ids
         self._logits_indices[: len(wanted)] = wanted
         num_logits = len(wanted)
+        slots = [chunk.request.adapter_slot for chunk in plan.chunks]
+        adapted = max(slots) >= 0
+        if adapted:
+            self._lora_indices[:row] = np.repeat(slots, [chunk.count for chunk in plan.chunks])
         return StepInputs(
             input_ids=self._input_ids[:row],
             positions=self._positions[:row],
@@ -84,4 +91,5 @@ class ModelRunner:
             seq_lens=self._seq_lens[:num_seqs],
             query_start=self._query_start[: num_seqs + 1],
             logits_indices=self._logits_indices[:num_logits],
+            lora_indices=self._lora_indices[:row] if adapted else None,
         )

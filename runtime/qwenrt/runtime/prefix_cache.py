@@ -7,13 +7,15 @@ from array import array
 from collections.abc import Sequence
 
 
-def extend_block_hashes(hashes: list[bytes], token_ids: Sequence[int], block_size: int) -> None:
+def extend_block_hashes(hashes: list[bytes], token_ids: Sequence[int], block_size: int, root: bytes = b"") -> None:
     """Append to `hashes` those of the full blocks of `token_ids` that it lacks.
+
+    root: what the tokens are computed with besides the model, an adapter's digest; other roots have other hashes.
 
     A block's hash covers its token ids and the hash of the block before it, hence the whole past. BLAKE2b with 128 bits: a
     prompt cannot be built to collide with somebody else's.
     """
-    parent = hashes[-1] if hashes else b""
+    parent = hashes[-1] if hashes else root
     for index in range(len(hashes), len(token_ids) // block_size):
         block = array("i", token_ids[index * block_size : (index + 1) * block_size])
         parent = hashlib.blake2b(parent + block.tobytes(), digest_size=16).digest()

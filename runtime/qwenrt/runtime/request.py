@@ -7,6 +7,7 @@ from array import array
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from .lora import LoraAdapter
 from .sampling.sampler import SequenceSampler
 from .speculation import Drafter
 
@@ -38,6 +39,10 @@ class Request:
     drafter: Drafter | None = None
     drafts: list[int] = field(default_factory=list)
     """Guesses at the tokens that follow `token_ids`, to be checked by the next step."""
+    adapter: LoraAdapter | None = None
+    """What it is answered with; None: the model as it is."""
+    adapter_slot: int = -1
+    """Where the adapter is while the request runs."""
     num_computed: int = 0
     block_ids: array[int] = field(default_factory=lambda: array("i"))
     block_hashes: list[bytes] = field(default_factory=list)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
+from .adapters import AdapterSlots
 from .block_pool import BlockPool
 from .engine_dir import Limits
 from .prefix_cache import extend_block_hashes
@@ -18,10 +19,18 @@ class Scheduler:
     request gives its blocks up and is computed again later.
     """
 
-    def __init__(self, limits: Limits, block_size: int, num_blocks: int, enable_prefix_caching: bool = True) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        block_size: int,
+        num_blocks: int,
+        enable_prefix_caching: bool = True,
+        num_adapter_slots: int = 0,
+    ) -> None:
         self.limits = limits
         self.block_size = block_size
         self.pool = BlockPool(num_blocks)
+        self.adapters = AdapterSlots(num_adapter_slots)
         self.enable_prefix_caching = enable_prefix_caching
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -35,6 +44,7 @@ class Scheduler:
         """Take a request out, finished or aborted, and free its blocks; a second call does nothing."""
         if request.status is RequestStatus.RUNNING:
             self.running.remove(request)
+            self._release_adapter(request)
         elif request.status is RequestStatus.WAITING:
             self.waiting.remove(request)
         request.status = RequestStatus.FINISHED
@@ -140,6 +150,7 @@ class Scheduler:
 
     def _preempt_youngest(self) -> Request:
         victim = self.running.pop()
+        self._release_adapter(victim)
         self._shrink(victim, 0)
         victim.num_computed = 0
         victim.drafts = []
@@ -150,10 +161,16 @@ class Scheduler:
         return victim
 
     def _extend_hashes(self, request: Request) -> None:
-        extend_block_hashes(request.block_hashes, request.token_ids, self.block_size)
+        root = b"" if request.adapter is None else request.adapter.digest
+        extend_block_hashes(request.block_hashes, request.token_ids, self.block_size, root)
+
+    def _release_adapter(self, request: Request) -> None:
+        if request.adapter is not None:
+            self.adapters.release(request.adapter)
+            request.adapter_slot = -1
 
     def _admit(self, chunks: list[Chunk], budget: int) -> None:
-        """Move waiting requests into the step while tokens, blocks and places last.
+        """Move waiting requests into the step while tokens, blocks, adapters' slots and places last.
 
         A request whose next block is just being computed by another one waits for it: requests that arrive together with a
         common prefix compute it once.
@@ -166,6 +183,8 @@ class Scheduler:
         max_seqs = self.limits.max_num_seqs
         while self.waiting and budget > 0 and len(self.running) < max_seqs and len(deferred) < max_seqs:
             request = self.waiting[0]
+            if request.adapter is not None and not self.adapters.has_room_for(request.adapter):
+                break
             hits: list[int] = []
             if self.enable_prefix_caching:
                 self._extend_hashes(request)
@@ -193,6 +212,8 @@ class Scheduler:
         request.num_computed = len(hits) * self.block_size
         if request.num_cached is None:
             request.num_cached = request.num_computed
+        if request.adapter is not None:
+            request.adapter_slot = self.adapters.acquire(request.adapter)
         request.status = RequestStatus.RUNNING
         self.running.append(request)
 

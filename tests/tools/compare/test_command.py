@@ -227,3 +227,10 @@ def test_limits_of_a_small_engine_are_kept(compare: Compare, tmp_path: Path, lim
     found = compare(tmp_path / "engine", "--reference", checkpoint, "--tokens", "8")
     assert (found.status, found.stderr) == (0, "")
     assert ("greedy tokens were not compared" in found.stdout) == (limits["max_model_len"] == 1)
+
+
+def test_an_engine_with_places_for_adapters_is_refused(compare: Compare, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    export(tiny_checkpoint, tmp_path / "engine", max_lora_rank=4)
+    found = compare(tmp_path / "engine", "--reference", tiny_checkpoint)
+    assert found.status == 1
+    assert "compare an export without --max-lora-rank" in found.stderr

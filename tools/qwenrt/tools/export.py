@@ -55,6 +55,13 @@ _DEFAULTS = {name: parameter.default for name, parameter in signature(export).pa
     help="Merge the LoRA adapter in this folder (adapter_config.json, adapter_model.safetensors) into the matrices.",
 )
 @click.option(
+    "--max-lora-rank",
+    type=click.IntRange(0),
+    default=_DEFAULTS["max_lora_rank"],
+    show_default=True,
+    help="Let requests name LoRA adapters of up to this rank when the engine runs (onnxruntime).",
+)
+@click.option(
     "--block-size", type=COUNT, default=_DEFAULTS["block_size"], show_default=True, help="Tokens in a KV block."
 )
 @click.option("--max-model-len", type=COUNT, help="Tokens in a sequence.  [default: the model's positions]")

@@ -21,6 +21,7 @@ _ENGINE_OPTIONS = (
     "kv_memory",
     "gpu_memory_fraction",
     "enable_prefix_caching",
+    "max_loras",
 )
 
 

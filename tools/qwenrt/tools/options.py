@@ -64,6 +64,9 @@ def engine_options(function: Function) -> Function:
             type=int,
             help="Guess so many tokens from earlier text and check them in one step; answers stay the same.",
         ),
+        click.option(
+            "--max-loras", type=COUNT, default=4, show_default=True, help="LoRA adapters that a step may use."
+        ),
         click.option("--threads", type=COUNT, help="Compute threads.  [default: one a core]"),
         click.option("--device", help="cpu, cuda or cuda:N.  [default: that of the backend]"),
         click.option(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import onnx_ir as ir
 
@@ -11,6 +11,7 @@ from qwenrt.plugins.panels import PANEL_WIDTH
 from qwenrt.plugins.schema import DOMAIN, EMBEDDING, LINEAR, MIXTURE_OF_EXPERTS, SWIGLU, register_onnx_schemas
 
 from . import Lowered
+from .adapters import add_adapters
 from .onnxruntime_weights import FORMATS, GROUP_SIZES, Panels
 
 DTYPES = ("float32",)
@@ -28,15 +29,15 @@ def kv_dtypes(dtype: str, weights: str) -> tuple[str, ...]:
     return ("float16", "float32") if weights in FORMATS else ("float32", "float16")
 
 
-def lower(model: ir.Model, weights: str) -> Lowered:
+def lower(model: ir.Model, weights: str, max_lora_rank: int = 0) -> Lowered:
     """Change a float32 trace in place for ONNX Runtime's CPU kernels, with matrices stored as `weights`.
 
     Every Gemm becomes a `Linear` node of ours, which reads the matrix where the file is mapped: ONNX Runtime's own kernel is fast
     only on a private packed copy, has no bfloat16, and gives a row other bits in other company. The rows that Gather looks up in
     a 16-bit embedding are cast to float32; in an integer one they are looked up by an `Embedding` node. Norms, biases, the RoPE
     table and a classifier's head stay float32: they are small. So, beside integers, do routers: what they round would choose
-    other experts. What lies between a feed-forward layer's products becomes one `SwiGlu` node. Raises ConfigError for integer
-    experts that do not fill whole panels.
+    other experts. What lies between a feed-forward layer's products becomes one `SwiGlu` node. max_lora_rank: of adapters that
+    requests may name; 0: none. Raises ConfigError for integer experts that do not fill whole panels.
     """
     register_onnx_schemas()
     graph = model.graph
@@ -51,6 +52,14 @@ def lower(model: ir.Model, weights: str) -> Lowered:
             node.op_type, node.domain, node.version = LINEAR.name, DOMAIN, LINEAR.version
             node.attributes.clear()
     _fuse_swiglu(graph)
+    lowered = _store(graph, matrices, weights)
+    if max_lora_rank:
+        add_adapters(graph, max_lora_rank)
+    return lowered
+
+
+def _store(graph: ir.Graph, matrices: Mapping[str, ir.Value], weights: str) -> Lowered:
+    """Let the matrices be stored as `weights`."""
     if weights in FORMATS:
         mixtures = [node for node in graph if node.op_type == MIXTURE_OF_EXPERTS.name]
         _check_experts(mixtures)

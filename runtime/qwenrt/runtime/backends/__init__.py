@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from qwenrt.plugins import ConfigError
 
+from ..adapters import LoraStacks
 from ..engine_dir import EngineDir, Limits
 from ..kv_budget import KvBudget
 from ..model_runner import IndexArray, StepInputs
@@ -31,6 +32,8 @@ class Backend(Protocol):
 
     num_kv_blocks: int
     """How many blocks the pool has."""
+    lora: LoraStacks | None
+    """The adapters' slots; None where the engine takes none."""
 
     def execute(self, inputs: StepInputs) -> npt.NDArray[np.float32]:
         """Run the graph once; returns logits [R, vocab], valid until the next call.
@@ -46,11 +49,19 @@ class Backend(Protocol):
 
 
 def load_backend(
-    name: str | None, engine: EngineDir, *, device: str | None, limits: Limits, budget: KvBudget, threads: int
+    name: str | None,
+    engine: EngineDir,
+    *,
+    device: str | None,
+    limits: Limits,
+    budget: KvBudget,
+    threads: int,
+    max_loras: int = 1,
 ) -> Backend:
     """The backend called `name`, by default the one that the engine was made for, over `engine`.
 
-    device: "cpu", "cuda" or "cuda:N". limits: of a step. budget: for the KV pool. threads: compute threads on the CPU. Raises
+    device: "cpu", "cuda" or "cuda:N". limits: of a step. budget: for the KV pool. threads: compute threads on the CPU. max_loras:
+    slots for adapters. Raises
     ConfigError if backend or device is not known, or the engine does not run there.
     """
     if name is None:
@@ -63,12 +74,17 @@ def load_backend(
     if name == "onnxruntime":
         from .onnxruntime import OnnxRuntimeBackend
 
-        return OnnxRuntimeBackend(engine, limits=limits, budget=budget, threads=threads)
+        return OnnxRuntimeBackend(engine, limits=limits, budget=budget, threads=threads, max_loras=max_loras)
     if name == "torch":
         from .torch import TorchBackend
 
         return TorchBackend(
-            engine, device=f"cuda:{index}" if kind == "cuda" else "cpu", limits=limits, budget=budget, threads=threads
+            engine,
+            device=f"cuda:{index}" if kind == "cuda" else "cpu",
+            limits=limits,
+            budget=budget,
+            threads=threads,
+            max_loras=max_loras,
         )
     from .tensorrt import TensorRtBackend
 

@@ -13,6 +13,7 @@ import onnxruntime as ort
 from qwenrt.plugins import ConfigError
 from qwenrt.plugins.library import cpu_library
 
+from ..adapters import LoraStacks
 from ..engine_dir import EngineDir, EngineManifest, Limits
 from ..kv_budget import KvBudget, available_memory
 from ..model_runner import StepInputs
@@ -28,7 +29,9 @@ _ONNX_TYPES = {"F32": 1, "U8": 2, "I8": 3, "F16": 10, "BF16": 16}
 class OnnxRuntimeBackend:
     """One session whose KV inputs and outputs are bound to the same memory, so that the cache is written in place."""
 
-    def __init__(self, engine: EngineDir, *, limits: Limits, budget: KvBudget, threads: int) -> None:
+    def __init__(
+        self, engine: EngineDir, *, limits: Limits, budget: KvBudget, threads: int, max_loras: int = 1
+    ) -> None:
         manifest = engine.manifest
         if manifest.dtype != "float32":
             raise ConfigError(
@@ -71,12 +74,26 @@ class OnnxRuntimeBackend:
                 (f"kv_cache_out.{layer}", self._binding.bind_output),
             ):
                 bind(name, "cpu", 0, cache.dtype.type, cache.shape, cache.ctypes.data)
+        self.lora = self._make_stacks(manifest, max_loras) if manifest.max_lora_rank else None
+        self._no_adapters = np.full(limits.max_num_batched_tokens, -1, np.int32)
         self._logits = np.empty((0, manifest.num_logits), np.float32)
+
+    def _make_stacks(self, manifest: EngineManifest, num_slots: int) -> LoraStacks:
+        """Slots for adapters, bound to the graph."""
+        shapes = {value.name: tuple(value.shape[1:]) for value in self._session.get_inputs() if len(value.shape) == 3}
+        stacks = LoraStacks(manifest.model, shapes, num_slots)
+        for name, array in stacks.arrays.items():
+            self._binding.bind_input(name, "cpu", 0, np.float32, array.shape, array.ctypes.data)
+        return stacks
 
     def execute(self, inputs: StepInputs) -> npt.NDArray[np.float32]:
         """Run the graph once; returns logits [R, vocab], valid until the next call."""
+        if self.lora is not None and inputs.lora_indices is None:
+            inputs = dataclasses.replace(inputs, lora_indices=self._no_adapters[: len(inputs.input_ids)])
         for field in dataclasses.fields(inputs):
             array = getattr(inputs, field.name)
+            if array is None:
+                continue
             self._binding.bind_input(field.name, "cpu", 0, np.int32, array.shape, array.ctypes.data)
         rows = inputs.logits_indices.shape[0]
         if rows > self._logits.shape[0]:

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from qwenrt.plugins import ConfigError, DeviceError
 from qwenrt.plugins.schema import MIXTURE_OF_EXPERTS
 
+from ..adapters import INDICES, LoraStacks
 from ..engine_dir import EngineDir, Limits
 from ..kv_budget import KvBudget
 from ..model_runner import StepInputs
@@ -73,8 +74,24 @@ def _rms_norm(data: Tensor, scale: Tensor, *, axis: int = -1, epsilon: float = 1
     return F.rms_norm(data, scale.shape, scale, epsilon)
 
 
-def _linear(data: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return F.linear(data, weight.to(data.dtype), bias)
+def _linear(
+    data: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    scale: Tensor | None = None,
+    groups: Tensor | None = None,
+    adapters: Tensor | None = None,
+    lora_a: Tensor | None = None,
+    lora_b: Tensor | None = None,
+) -> Tensor:
+    if scale is not None or groups is not None:
+        raise ConfigError("matrices of integers are not computed in PyTorch; use backend onnxruntime")
+    y = F.linear(data, weight.to(data.dtype), bias)
+    if adapters is not None and lora_a is not None and lora_b is not None:
+        for adapter in sorted(set(adapters.tolist()) - {-1}):
+            rows = torch.where(adapters == adapter)[0]
+            y[rows] += F.linear(F.linear(data[rows], lora_a[adapter]), lora_b[adapter])
+    return y
 
 
 def _mixture_of_experts(*tensors: Tensor | None, **attributes: int) -> Tensor:
@@ -134,7 +151,9 @@ class Program:
 class TorchBackend:
     """The ONNX graph of an engine as a list of torch calls; weights are mapped from model.safetensors."""
 
-    def __init__(self, engine: EngineDir, *, device: str, limits: Limits, budget: KvBudget, threads: int) -> None:
+    def __init__(
+        self, engine: EngineDir, *, device: str, limits: Limits, budget: KvBudget, threads: int, max_loras: int = 1
+    ) -> None:
         torch.set_num_threads(threads)
         manifest, spec = engine.manifest, engine.manifest.model
         self._device = torch.device(device)
@@ -143,6 +162,11 @@ class TorchBackend:
         constants = load_constants(engine, graph.initializer)
         self._constants = {name: tensor.to(self._device) for name, tensor in constants.items()}
         self._program = Program(graph.node)
+        shapes = {value.name: _last_sizes(value) for value in graph.input}
+        self.lora = LoraStacks(spec, shapes, max_loras) if manifest.max_lora_rank else None
+        if self.lora is not None:
+            # On the CPU these are the stacks themselves, whatever is put into them later.
+            self._constants |= {name: torch.from_numpy(array) for name, array in self.lora.arrays.items()}
         self._cache_shape = (2, spec.num_kv_heads, manifest.block_size, spec.head_dim)
         self._numpy_dtype = np.dtype(KV_DTYPES[manifest.kv_dtype])
         self._cache_dtype = getattr(torch, self._numpy_dtype.name)
@@ -170,7 +194,10 @@ class TorchBackend:
             values: dict[str, Tensor] = {
                 field.name: torch.from_numpy(getattr(inputs, field.name)).to(self._device)
                 for field in dataclasses.fields(inputs)
+                if getattr(inputs, field.name) is not None
             }
+            if self.lora is not None:
+                values.setdefault(INDICES, torch.full((len(inputs.input_ids),), -1, dtype=torch.int32))
             values |= self._constants
             values |= self._kv_caches
             logits: npt.NDArray[np.float32] = self._program.run(values, ("logits",))["logits"].cpu().numpy()
@@ -192,6 +219,12 @@ class TorchBackend:
 
     def _index(self, blocks: npt.NDArray[np.int32]) -> Tensor:
         return torch.from_numpy(blocks.astype(np.int64)).to(self._device)
+
+
+def _last_sizes(value: onnx.ValueInfoProto) -> tuple[int, int]:
+    """The last two dimensions of a graph's input; 0 for those that are not known or not there."""
+    sizes = [0, 0, *(dim.dim_value for dim in value.type.tensor_type.shape.dim)]
+    return sizes[-2], sizes[-1]
 
 
 def _check_device(device: torch.device, engine: EngineDir) -> None:

@@ -62,7 +62,11 @@ class _RecordingBackend:
 
     def _feed(self, inputs: StepInputs) -> Feed:
         """The step over a pool of only the blocks that it uses, numbered anew."""
-        feed: Feed = {field.name: getattr(inputs, field.name).copy() for field in dataclasses.fields(inputs)}
+        feed: Feed = {
+            field.name: value.copy()
+            for field in dataclasses.fields(inputs)
+            if (value := getattr(inputs, field.name)) is not None
+        }
         tables = feed["block_tables"]
         needed = np.arange(tables.shape[1]) < -(-feed["seq_lens"][:, None] // self._block_size)
         blocks, numbers = np.unique(tables[needed], return_inverse=True)

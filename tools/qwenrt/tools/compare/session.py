@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from qwenrt.exporter.hub import local_checkpoint
+from qwenrt.plugins import ConfigError
 from qwenrt.runtime import EngineDir
 
 from .batch_files import batch_writer
@@ -52,6 +53,11 @@ def compare_engine(
     reference: a checkpoint folder or hub id. against: names as `references.ReferenceSpec` parses them, by default the strictest
     that there is. perplexity: a text. Raises ConfigError if something cannot be compared at all; what differs is in the results.
     """
+    if engine.manifest.max_lora_rank:
+        raise ConfigError(
+            f"{engine.path} has places for adapters, which are no part of a comparison; compare an export without "
+            "--max-lora-rank, which computes the same"
+        )
     checkpoint = None if reference is None else local_checkpoint(reference, weights=True)
     dtypes = None if checkpoint is None else check_checkpoint(checkpoint, engine.manifest)
     specs = [ReferenceSpec.parse(name) for name in against] or [default_reference(checkpoint)]

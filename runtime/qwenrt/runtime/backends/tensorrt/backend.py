@@ -16,6 +16,7 @@ from qwenrt.plugins import ConfigError, DeviceError
 from qwenrt.plugins.library import tensorrt_library
 from qwenrt.plugins.tensorrt_module import import_tensorrt
 
+from ...adapters import LoraStacks
 from ...engine_dir import EngineDir, EngineManifest, Limits
 from ...kv_budget import KvBudget
 from ...model_runner import IndexArray, StepInputs
@@ -34,6 +35,9 @@ class TensorRtBackend:
     All work goes to one stream, and `execute` ends by waiting for it. What was allocated is given back when the backend is
     collected.
     """
+
+    lora: LoraStacks | None = None
+    """Adapters are merged at export."""
 
     def __init__(
         self, loaded: LoadedPlan, manifest: EngineManifest, limits: Limits, budget: KvBudget, device: Device
