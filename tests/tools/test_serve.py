@@ -136,3 +136,18 @@ def test_a_key_is_asked_for(tiny_engine: Path, serve: Any) -> None:
     served = serve(tiny_engine, "--api-key", "secret")
     assert served.post({"prompt": "a"})[0] == 401
     assert served.end(signal.SIGTERM)[0] == 0
+
+
+@pytest.mark.parametrize("modules", [["a"], ["=x"], ["a="], ["a=x", "a=y"], ["demo=x"]])
+def test_adapters_need_a_name_of_their_own(modules: list[str], demo_engine: Path, here: Here) -> None:
+    options = [option for module in modules for option in ("--lora-modules", module)]
+    status, _, stderr = here("serve", demo_engine, "--served-model-name", "demo", "--port", "0", *options)
+    assert status == 2
+    assert "--lora-modules must be NAME=PATH" in stderr
+
+
+def test_an_adapter_that_cannot_be_served_ends_the_start(demo_engine: Path, tmp_path: Path) -> None:
+    status, _, stderr = qwenrt("serve", demo_engine, "--port", "0", "--lora-modules", f"a={tmp_path}")
+    assert status == 1
+    assert "this engine takes no adapters; export it again with --max-lora-rank" in stderr
+    assert stderr.count("\n") == 1

@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeVar
 
 from qwenrt.plugins import QwenrtError, RequestError
 
+from .adapters import LoRARequest
 from .admission import AdmissionQueue
 from .engine import PreparedRequest
 from .llm import LLM, Prompt
@@ -180,21 +181,29 @@ class AsyncLLM:
         params: SamplingParams | PoolingParams,
         *,
         add_special_tokens: bool = True,
+        lora_request: LoRARequest | None = None,
         priority: int = 0,
         tenant: str = "",
         place_of: RequestStream | None = None,
     ) -> RequestStream:
         """Take a request in; raises RequestError (QueueFullError among them) or UnavailableError if it cannot be served.
 
-        prompt: text or token ids. add_special_tokens: as in `LLM.generate`. priority: lower goes first. tenant: whose request it
-        is; tenants take turns. place_of: a stream that has ended, whose place this one takes, so that neither a full queue nor
-        the begin of a drain keeps it out; it is closed. The caller must enter the stream (`async with`) or close it.
+        prompt: text or token ids. add_special_tokens, lora_request: as in `LLM.generate`. priority: lower goes first. tenant:
+        whose request it is; tenants take turns. place_of: a stream that has ended, whose place this one takes, so that
+        neither a full queue nor the begin of a drain keeps it out; it is closed. The caller must enter the stream (`async
+        with`) or close it.
         """
         if place_of is None:
             self._check_room()
         compiles = isinstance(params, SamplingParams) and params.structured_outputs is not None
         pool = self._grammar_pool if compiles else self._text_pool
-        prepare = functools.partial(self.llm.engine.prepare, prompt, params, add_special_tokens=add_special_tokens)
+        prepare = functools.partial(
+            self.llm.engine.prepare,
+            prompt,
+            params,
+            add_special_tokens=add_special_tokens,
+            lora_request=lora_request,
+        )
         self._preparing += 1
         self._idle.clear()
         if place_of is not None:

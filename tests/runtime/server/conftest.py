@@ -7,7 +7,7 @@ import http.client
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import uvicorn
 from openai import OpenAI
 
 from qwenrt.exporter import export
-from qwenrt.runtime import LLM
+from qwenrt.runtime import LLM, LoRARequest
 from qwenrt.runtime.async_llm import AsyncLLM
 from qwenrt.runtime.server.app import create_app
 from qwenrt.runtime.server.generation import Service
@@ -30,9 +30,16 @@ class Server:
     """Serves an LLM until it is stopped."""
 
     def __init__(
-        self, llm: LLM, *, max_queue: int = 256, request_timeout: float | None = None, **app_options: Any
+        self,
+        llm: LLM,
+        *,
+        max_queue: int = 256,
+        request_timeout: float | None = None,
+        adapters: Sequence[LoRARequest] = (),
+        **app_options: Any,
     ) -> None:
         self.llm = llm
+        self._adapters = adapters
         self.async_llm: AsyncLLM
         self._options = {"max_queue": max_queue, "request_timeout": request_timeout}
         self._app_options = app_options
@@ -47,7 +54,7 @@ class Server:
     async def _run(self) -> None:
         self._loop = asyncio.get_running_loop()
         self.async_llm = AsyncLLM(self.llm, **self._options)
-        service = Service(self.async_llm, "demo", recommended_sampling(self.llm.path))
+        service = Service(self.async_llm, "demo", recommended_sampling(self.llm.path), self._adapters)
         app = create_app(service, **self._app_options)
         self._server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_config=None, access_log=False))
         asyncio.get_running_loop().call_later(0.1, self._started.set)

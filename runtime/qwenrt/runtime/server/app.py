@@ -154,14 +154,13 @@ def _information_routes(service: Service) -> APIRouter:
 
     @router.get("/v1/models")
     async def models() -> ModelList:
-        """The model that is served, in a list."""
-        return ModelList(object="list", data=[_model(service)])
+        """The model that is served and its adapters, in a list."""
+        return ModelList(object="list", data=[_model(service, name) for name in (service.model, *service.adapters)])
 
     @router.get("/v1/models/{name:path}")
     async def model(name: str) -> Model:
-        """The model that is served."""
-        service.check_model(name)
-        return _model(service)
+        """The model that is served, or an adapter."""
+        return _model(service, service.model_of(name))
 
     @router.get("/health")
     async def health() -> dict[str, str]:
@@ -190,9 +189,15 @@ def _information_routes(service: Service) -> APIRouter:
     return router
 
 
-def _model(service: Service) -> Model:
-    limit = service.llm.llm.engine.limits.max_model_len
-    return Model(id=service.model, object="model", created=service.created, owned_by="qwenrt", max_model_len=limit)
+def _model(service: Service, name: str) -> Model:
+    return Model(
+        id=name,
+        object="model",
+        created=service.created,
+        owned_by="qwenrt",
+        max_model_len=service.llm.llm.engine.limits.max_model_len,
+        parent=service.model if name in service.adapters else None,
+    )
 
 
 class _Job(Protocol):

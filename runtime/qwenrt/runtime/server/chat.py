@@ -38,14 +38,14 @@ from .tool_choice import ToolUse, tool_use
 
 async def start_chat(service: Service, body: ChatCompletionRequest, tenant: str) -> Chat:
     """Take a chat in; raises RequestError (ApiError, QueueFullError) if it cannot be served."""
-    service.check_model(body.model)
+    model = service.model_of(body.model)
     use = tool_use(body, answer_form(body))
     params = _params(service, body, use)
     arguments = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         arguments.setdefault("enable_thinking", body.reasoning_effort != "none")
     token_ids = await chat_tokens(service, body.messages, use.shown, arguments)
-    generation = await service.start([token_ids], params, priority=body.priority, tenant=tenant)
+    generation = await service.start([token_ids], params, model=model, priority=body.priority, tenant=tenant)
     return Chat(service, body, generation, with_tools=use.shown is not None)
 
 
@@ -104,7 +104,7 @@ class Chat:
         self._common: dict[str, Any] = {
             "id": f"chatcmpl-{uuid.uuid4().hex}",
             "created": int(time.time()),
-            "model": service.model,
+            "model": generation.model,
         }
         thinking = thinking_after(self._tokenizer, generation.prompt_token_ids(0))
         self._answers = [_Answer(thinking, with_tools) for _ in range(generation.n)]

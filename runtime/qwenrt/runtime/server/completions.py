@@ -20,7 +20,7 @@ _DEFAULT_MAX_TOKENS = 16
 
 async def start_completions(service: Service, body: CompletionRequest, tenant: str) -> Completions:
     """Take completions in; raises RequestError (ApiError, QueueFullError) if one cannot be served."""
-    service.check_model(body.model)
+    model = service.model_of(body.model)
     prompts = body.prompts
     if not 1 <= len(prompts) <= MAX_PROMPTS:
         raise RequestError(f"prompt has {len(prompts)} prompts; it must have 1 to {MAX_PROMPTS}")
@@ -39,7 +39,7 @@ async def start_completions(service: Service, body: CompletionRequest, tenant: s
         max_tokens=_DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
         logprobs=body.logprobs,
     )
-    generation = await service.start(prompts, params, priority=body.priority, tenant=tenant)
+    generation = await service.start(prompts, params, model=model, priority=body.priority, tenant=tenant)
     return Completions(service, body, generation)
 
 
@@ -53,7 +53,7 @@ class Completions:
             "id": f"cmpl-{uuid.uuid4().hex}",
             "object": "text_completion",
             "created": int(time.time()),
-            "model": service.model,
+            "model": generation.model,
         }
         tokenizer = service.llm.llm.engine.tokenizer
         choices = range(generation.num_choices)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Any
 
 from qwenrt.plugins import RequestError
 
+from ..adapters import LoRARequest
 from ..async_llm import AsyncLLM, RequestStream
 from ..llm import Prompt
 from ..outputs import RequestDelta
@@ -20,46 +21,61 @@ from .protocol import CompletionTokensDetails, PromptTokensDetails, Usage
 
 
 class Service:
-    """A model under the name it is served by."""
+    """A model under the name it is served by, and LoRA adapters of it under theirs."""
 
-    def __init__(self, llm: AsyncLLM, model: str, recommended: dict[str, Any]) -> None:
+    def __init__(
+        self, llm: AsyncLLM, model: str, recommended: dict[str, Any], adapters: Iterable[LoRARequest] = ()
+    ) -> None:
         self.llm = llm
         self.model = model
+        self.adapters = {adapter.name: adapter for adapter in adapters}
         self.recommended = recommended
         """Sampling fields where a request has none."""
         self.metrics = Metrics(llm, model)
         self.created = int(time.time())
 
     def check_model(self, name: str | None) -> None:
-        """Raise ApiError if a request names another model."""
+        """Raise ApiError if a request names another model, or an adapter where none can be used."""
         if name is not None and name != self.model:
-            raise ApiError(
-                404,
-                f"the model {name!r} does not exist; this server has {self.model!r}",
-                param="model",
-                code="model_not_found",
-            )
+            raise _unknown_model(name, [self.model])
+
+    def model_of(self, name: str | None) -> str:
+        """The model or adapter that a request names, by default the model; raises ApiError if there is none of that name."""
+        if name is None or name == self.model or name in self.adapters:
+            return name or self.model
+        raise _unknown_model(name, [self.model, *self.adapters])
 
     async def start(
-        self, prompts: Sequence[Prompt], params: SamplingParams, *, priority: int = 0, tenant: str = ""
+        self, prompts: Sequence[Prompt], params: SamplingParams, *, model: str, priority: int = 0, tenant: str = ""
     ) -> Generation:
-        """Take in a request for each prompt; raises, and takes none, if one cannot be served."""
+        """Take in a request for each prompt; raises, and takes none, if one cannot be served. model: as `model_of` gives it."""
         arrival = time.perf_counter()
         streams: list[RequestStream] = []
         try:
             for prompt in prompts:
-                streams.append(await self.llm.submit(prompt, params, priority=priority, tenant=tenant))
+                streams.append(
+                    await self.llm.submit(
+                        prompt, params, lora_request=self.adapters.get(model), priority=priority, tenant=tenant
+                    )
+                )
         except BaseException:
             for stream in streams:
                 stream.close()
             raise
-        return Generation(self, streams, params.n, arrival)
+        return Generation(self, streams, params.n, arrival, model)
+
+
+def _unknown_model(name: str, served: Sequence[str]) -> ApiError:
+    message = f"the model {name!r} does not exist; this server has {', '.join(map(repr, served))}"
+    return ApiError(404, message, param="model", code="model_not_found")
 
 
 class Generation:
     """Requests that were taken in together; choice `i * n + j` is the answer j to prompt i."""
 
-    def __init__(self, service: Service, streams: list[RequestStream], n: int, arrival: float) -> None:
+    def __init__(self, service: Service, streams: list[RequestStream], n: int, arrival: float, model: str) -> None:
+        self.model = model
+        """What it was asked of."""
         self._streams = streams
         self._meters = [RequestMeter(service.metrics, len(stream.prepared.token_ids), arrival) for stream in streams]
         self._closed = False

@@ -434,17 +434,18 @@ class Completion(ResponseModel):
 
 
 class Model(ResponseModel):
-    """The model that is served."""
+    """A model that is served; `parent` is the one that an adapter belongs to."""
 
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
     max_model_len: int
+    parent: str | None = None
 
 
 class ModelList(ResponseModel):
-    """All models that are served: one."""
+    """All models that are served: one, and its adapters."""
 
     object: Literal["list"]
     data: list[Model]

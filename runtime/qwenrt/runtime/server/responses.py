@@ -173,7 +173,8 @@ async def start_response(service: Service, body: ResponsesRequest, tenant: str) 
         response_format=_response_format(body),
         reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
     )
-    return Responses(service.model, body, await start_chat(service, request, tenant))
+    chat = await start_chat(service, request, tenant)
+    return Responses(chat.generation.model, body, chat)
 
 
 def _messages(body: ResponsesRequest) -> list[ChatMessage]:

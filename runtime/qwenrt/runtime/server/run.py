@@ -14,6 +14,7 @@ import uvicorn
 
 from qwenrt.plugins import ConfigError
 
+from ..adapters import LoRARequest
 from ..async_llm import AsyncLLM
 from ..llm import LLM
 from .app import create_app
@@ -29,6 +30,8 @@ class ServerOptions:
 
     model: str
     """The name that requests give it."""
+    adapters: Sequence[LoRARequest] = ()
+    """LoRA adapters, which requests name in its place."""
     api_keys: Sequence[str] = ()
     """Without one, everybody is served."""
     cors_origins: Sequence[str] = ()
@@ -59,9 +62,11 @@ def listen(host: str, port: int) -> socket.socket:
 def serve(llm: LLM, bound: socket.socket, options: ServerOptions, started: Callable[[], None]) -> None:
     """Serve until SIGTERM or SIGINT; `started` is called when requests are taken.
 
-    The first signal ends the taking of requests; those accepted are finished, or failed when `drain_timeout` is over. A second
-    one ends at once.
+    Raises RequestError, before that, for an adapter that is wrong. The first signal ends the taking of requests; those
+    accepted are finished, or failed when `drain_timeout` is over. A second one ends at once.
     """
+    for adapter in options.adapters:
+        llm.engine.adapters.get(adapter)
     asyncio.run(_Life(llm, bound, options, started).run())
 
 
@@ -76,7 +81,7 @@ class _Life:
     async def run(self) -> None:
         options = self._options
         llm = AsyncLLM(self._llm, max_queue=options.max_queue, request_timeout=options.request_timeout)
-        service = Service(llm, options.model, recommended_sampling(self._llm.path))
+        service = Service(llm, options.model, recommended_sampling(self._llm.path), options.adapters)
         app = create_app(service, api_keys=options.api_keys, cors_origins=options.cors_origins)
         config = uvicorn.Config(
             app, lifespan="off", log_config=None, access_log=False, server_header=False, timeout_graceful_shutdown=10

@@ -11,7 +11,7 @@ from .protocol import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, To
 
 async def tokenize(service: Service, body: TokenizeRequest) -> TokenizeResponse:
     """The tokens of a prompt, or of a conversation through the chat template; raises RequestError."""
-    service.check_model(body.model)
+    service.model_of(body.model)
     llm = service.llm.llm
     tokenizer, limit = llm.engine.tokenizer, llm.engine.limits.max_model_len
     if (body.prompt is None) == (body.messages is None):
@@ -28,7 +28,7 @@ async def tokenize(service: Service, body: TokenizeRequest) -> TokenizeResponse:
 
 async def detokenize(service: Service, body: DetokenizeRequest) -> DetokenizeResponse:
     """The text of tokens, special ones included; raises RequestError."""
-    service.check_model(body.model)
+    service.model_of(body.model)
     engine = service.llm.llm.engine
     vocab_size = engine.manifest.model.vocab_size
     for token in body.tokens:
