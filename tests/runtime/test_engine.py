@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 from qwenrt.exporter import export
@@ -281,10 +280,10 @@ def test_an_interruption_between_two_draws_is_undone(llm: LLM, monkeypatch: pyte
     engine = llm.engine
     takes = itertools.count(1)
 
-    def take(sampler: SequenceSampler, token_id: int, logits: npt.NDArray[np.float32]) -> SampledToken:
+    def take(sampler: SequenceSampler, token_id: int) -> SampledToken:
         if next(takes) == 3:
             raise KeyboardInterrupt
-        return take_on(sampler, token_id, logits)
+        return take_on(sampler, token_id)
 
     take_on = SequenceSampler.take
     with monkeypatch.context() as patch:

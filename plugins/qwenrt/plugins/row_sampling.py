@@ -68,8 +68,11 @@ def sample_rows(
     assert logits.flags.c_contiguous
     assert len(packed) == rows * _RULE.size
     assert len(numbers) == rows
-    op = _SampleRows(logits.ctypes.data, packed, numbers.buffer_info()[0], tokens.buffer_info()[0], rows, vocab)
-    error = ctypes.create_string_buffer(200)
-    if _kernel()(ctypes.byref(op), threads, error, len(error)):
+    address = logits.__array_interface__["data"][0]
+    op = ctypes.byref(_SampleRows(address, packed, numbers.buffer_info()[0], tokens.buffer_info()[0], rows, vocab))
+    kernel = _kernel()
+    if kernel(op, threads, None, 0):
+        error = ctypes.create_string_buffer(200)
+        kernel(op, threads, error, len(error))
         raise ConfigError(error.value.decode())
     return tokens.tolist()

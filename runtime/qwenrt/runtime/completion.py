@@ -31,6 +31,7 @@ class Completion:
         self._params = params
         self._text = OutputText(tokenizer, params)
         self._eos_token_ids = frozenset() if params.ignore_eos else eos_token_ids
+        self._endings = self._eos_token_ids | set(params.stop_token_ids)
         self._num_tokens = 0
         self._cumulative_logprob = 0.0
         self._logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
@@ -44,9 +45,9 @@ class Completion:
             assert sampled.logprob is not None
             self._cumulative_logprob += sampled.logprob
             self._logprobs.append(TokenLogprobs(sampled.token_id, sampled.logprob, sampled.top_logprobs or {}))
-        token, params = sampled.token_id, self._params
-        if token in self._eos_token_ids or token in params.stop_token_ids:
-            if params.include_stop_str_in_output:
+        token = sampled.token_id
+        if token in self._endings:
+            if self._params.include_stop_str_in_output:
                 self._text.push(token)
             self.finish("stop", None if token in self._eos_token_ids else token)
         elif (stop := self._text.push(token)) is not None:
@@ -103,6 +104,9 @@ class Pooling:
         """Keep what is wanted of a row, which ends the request."""
         self.values = logits.copy() if self._columns is None else logits[self._columns]
         self.finish("stop")
+
+    def take_delta(self) -> None:
+        """Nothing: no text comes of it."""
 
     def finish(self, reason: str, stop_reason: str | None = None) -> None:
         """End the request."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -43,15 +42,6 @@ class StepTimings:
     sample: float = 0.0
     process: float = 0.0
 
-    @contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        """Add the time of the block to the part called `name`."""
-        start = perf_counter()
-        try:
-            yield
-        finally:
-            setattr(self, name, getattr(self, name) + perf_counter() - start)
-
 
 class Job:
     """What a caller asked for at once: one prompt and its n answers, or what is pooled from it."""
@@ -89,8 +79,7 @@ class Job:
 
     def take_delta(self) -> RequestDelta:
         """What the answers have new since the last call."""
-        completions = [answer for answer in self.answers if isinstance(answer, Completion)]
-        deltas = [delta for completion in completions if (delta := completion.take_delta()) is not None]
+        deltas = [delta for answer in self.answers if (delta := answer.take_delta()) is not None]
         return RequestDelta(deltas, self.finished, self.answers[0].request.num_cached or 0, self.pooled)
 
 
@@ -333,22 +322,22 @@ class LLMEngine:
         timings = self.timings
         started = perf_counter()
         self._plan = None
-        with timings.part("schedule"):
+        if self.speculator:
             self._guess()
-            plan = self._plan = self.scheduler.plan()
+        plan = self._plan = self.scheduler.plan()
         if not plan.chunks:
             assert not self._jobs, "requests are waiting and none can run"
             return []
         try:
-            with timings.part("prepare"):
-                if self.backend.lora is not None:
-                    self.scheduler.adapters.load(self.backend.lora.set)
-                inputs = self.runner.prepare(plan)
-            with timings.part("execute"):
-                logits = self.backend.execute(inputs)
-            with timings.part("sample"):
-                sampling = [chunk for chunk in plan.chunks if chunk.samples]
-                sampled = _sample(logits, sampling)
+            planned = perf_counter()
+            if self.backend.lora is not None:
+                self.scheduler.adapters.load(self.backend.lora.set)
+            inputs = self.runner.prepare(plan)
+            prepared = perf_counter()
+            logits = self.backend.execute(inputs)
+            executed = perf_counter()
+            sampling = [chunk for chunk in plan.chunks if chunk.samples]
+            results = _sample(logits, sampling)
         except DeviceError as error:
             self.scheduler.rollback(plan)
             return self._fail(error)
@@ -358,15 +347,19 @@ class LLMEngine:
                 if chunk.request.sampler is not None:
                     chunk.request.sampler.rollback()
             raise
-        with timings.part("schedule"):
-            self.scheduler.commit(
-                plan, [[one.token_id for one in new] if isinstance(new, list) else [] for new in sampled]
-            )
-        with timings.part("process"):
-            changed = self._process(sampling, sampled)
+        sampled = perf_counter()
+        self.scheduler.commit(plan, [[one.token_id for one in new] if isinstance(new, list) else [] for new in results])
+        committed = perf_counter()
+        changed = self._process(sampling, results)
+        processed = perf_counter()
         timings.steps += 1
+        timings.schedule += planned - started + committed - sampled
+        timings.prepare += prepared - planned
+        timings.execute += executed - prepared
+        timings.sample += sampled - executed
+        timings.process += processed - committed
         if self.speculator and len(sampling) == len(plan.chunks):
-            self.speculator.cost.record(sum(chunk.count for chunk in plan.chunks), perf_counter() - started)
+            self.speculator.cost.record(sum(chunk.count for chunk in plan.chunks), processed - started)
         return changed
 
     def _guess(self) -> None:
@@ -389,9 +382,8 @@ class LLMEngine:
             changed[job] = None
             if answer.finish_reason is not None:
                 self._retire(answer)
-        for job in changed:
-            if job.finished:
-                del self._jobs[job.request_id]
+                if job.finished:
+                    del self._jobs[job.request_id]
         return list(changed)
 
     def _append(self, completion: Completion, chunk: Chunk, new: _Sampled) -> None:
@@ -427,7 +419,7 @@ class LLMEngine:
 
 def _sample(logits: npt.NDArray[np.float32], chunks: Sequence[Chunk]) -> list[_Sampled]:
     """What the rows of `logits` [R, width] give for the chunks that own them, in their order."""
-    samplers = [chunk.request.sampler for chunk in chunks if chunk.request.sampler is not None]
+    samplers = [sampler for chunk in chunks if (sampler := chunk.request.sampler) is not None]
     drafts = [chunk.drafts for chunk in chunks if chunk.request.sampler is not None]
     if len(samplers) == len(chunks):
         return [*sample_checking_drafts(logits, samplers, drafts)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,15 +52,15 @@ class ModelRunner:
         """Arrays for the chunks of `plan`, in its order."""
         num_seqs = len(plan.chunks)
         width = max(len(chunk.request.block_ids) for chunk in plan.chunks)
-        block_tables = self._block_tables[: num_seqs * width].reshape(num_seqs, width)
+        tables = array("i")
         # A read of a padded entry is an error, not somebody else's block.
-        block_tables.fill(-1)
+        padding = array("i", [-1]) * width
         input_ids: list[int] = []
         seq_lens: list[int] = []
         rows: list[int] = []
         wanted: list[int] = []
         row = 0
-        for index, chunk in enumerate(plan.chunks):
+        for chunk in plan.chunks:
             request, start, count = chunk.request, chunk.start, chunk.count
             if count == 1:
                 input_ids.append(request.token_ids[start])
@@ -67,16 +68,21 @@ class ModelRunner:
                 input_ids += request.token_ids[start : start + count - len(chunk.drafts)]
                 input_ids += chunk.drafts
                 self._positions[row : row + count] = self._all_positions[start : start + count]
-            block_tables[index, : len(request.block_ids)] = request.block_ids
+            tables += request.block_ids
+            tables += padding[len(request.block_ids) :]
             seq_lens.append(start + count)
             row += count
             rows.append(row)
-            wanted += range(row - chunk.num_logits, row)
+            if count == 1 and chunk.samples:
+                wanted.append(row - 1)
+            else:
+                wanted += range(row - chunk.num_logits, row)
         ends = self._query_start[1 : num_seqs + 1]
         ends[:] = rows
         self._seq_lens[:num_seqs] = seq_lens
         # Of one token or the last of several: the position before the length.
         self._positions[ends - 1] = self._seq_lens[:num_seqs] - 1
+        self._block_tables[: len(tables)] = tables
         self._input_ids[:row] = input_ids
         self._logits_indices[: len(wanted)] = wanted
         num_logits = len(wanted)
@@ -87,7 +93,7 @@ class ModelRunner:
         return StepInputs(
             input_ids=self._input_ids[:row],
             positions=self._positions[:row],
-            block_tables=block_tables,
+            block_tables=self._block_tables[: len(tables)].reshape(num_seqs, width),
             seq_lens=self._seq_lens[:num_seqs],
             query_start=self._query_start[: num_seqs + 1],
             logits_indices=self._logits_indices[:num_logits],

@@ -59,20 +59,27 @@ class Scheduler:
         preempted: list[Request] = []
         budget = self.limits.max_num_batched_tokens
         position = 0
-        spare = self._spare_blocks() if any(request.drafts for request in self.running) else 0
-        while position < len(self.running) and budget > 0:
-            request = self.running[position]
-            count = min(request.num_tokens - request.num_computed, budget)
+        running = self.running
+        spare = self._spare_blocks() if any(request.drafts for request in running) else 0
+        while position < len(running) and budget > 0:
+            request = running[position]
+            count = len(request.token_ids) - request.num_computed
+            if count > budget:
+                count = budget
             drafts: tuple[int, ...] = ()
             if request.drafts:
-                drafts = self._affordable_drafts(request, budget - (len(self.running) - position - 1), spare)
-            while self._missing_blocks(request, count) > self.pool.num_free and position < len(self.running):
-                preempted.append(self._preempt_youngest())
-            if position == len(self.running):
-                break
+                drafts = self._affordable_drafts(request, budget - (len(running) - position - 1), spare)
+            missing = self._missing_blocks(request, count)
+            if missing > self.pool.num_free:
+                while missing > self.pool.num_free and position < len(running):
+                    preempted.append(self._preempt_youngest())
+                if position == len(running):
+                    break
             if drafts:
-                spare -= self._missing_blocks(request, count + len(drafts)) - self._missing_blocks(request, count)
-            chunks.append(self._reserve(request, count, drafts))
+                extra = self._missing_blocks(request, count + len(drafts)) - missing
+                spare -= extra
+                missing += extra
+            chunks.append(self._reserve(request, count, missing, drafts))
             budget -= count + len(drafts)
             position += 1
         if not preempted:
@@ -92,10 +99,11 @@ class Scheduler:
             request.num_computed += chunk.count - len(chunk.drafts)
             if chunk.samples:
                 new = next(sampled)
-                request.token_ids.extend(new)
-                request.num_computed += max(len(new) - 1, 0)
-                request.drafts = []
+                request.token_ids += new
+                if request.drafts:
+                    request.drafts = []
                 if chunk.drafts:
+                    request.num_computed += max(len(new) - 1, 0)
                     self._shrink(request, self._blocks_for(request.num_computed))
             full = request.num_computed // self.block_size
             if self.enable_prefix_caching and full > full_before:
@@ -117,7 +125,7 @@ class Scheduler:
         return -(-num_tokens // self.block_size)
 
     def _missing_blocks(self, request: Request, count: int) -> int:
-        return self._blocks_for(request.num_computed + count) - len(request.block_ids)
+        return -(-(request.num_computed + count) // self.block_size) - len(request.block_ids)
 
     def _missing_own_blocks(self, request: Request) -> int:
         """Blocks that the tokens which a request has now lack; negative while it holds blocks for drafts."""
@@ -137,11 +145,12 @@ class Scheduler:
             return ()
         return tuple(request.drafts)
 
-    def _reserve(self, request: Request, count: int, drafts: tuple[int, ...] = ()) -> Chunk:
-        for _ in range(self._missing_blocks(request, count + len(drafts))):
+    def _reserve(self, request: Request, count: int, missing: int, drafts: tuple[int, ...] = ()) -> Chunk:
+        while missing > 0:
             request.block_ids.append(self.pool.allocate())
+            missing -= 1
         start = request.num_computed
-        samples = start + count == request.num_tokens
+        samples = start + count == len(request.token_ids)
         return Chunk(request, start, count + len(drafts), samples, drafts)
 
     def _shrink(self, request: Request, num_blocks: int) -> None:
@@ -200,7 +209,7 @@ class Scheduler:
             self.waiting.popleft()
             self._start(request, hits)
             count = min(request.num_tokens - request.num_computed, budget)
-            chunks.append(self._reserve(request, count))
+            chunks.append(self._reserve(request, count, self._missing_blocks(request, count)))
             budget -= count
             promised += self._missing_own_blocks(request)
             in_flight.update(self._hashes_in_flight(request))

@@ -24,6 +24,7 @@ _WEIGHTS_FRACTION = 2
 """Weights that take more than this part of the free memory stay in the mapped file, which Linux can drop and read again."""
 _ONNX_TYPES = {"F32": 1, "U8": 2, "I8": 3, "F16": 10, "BF16": 16}
 """TensorProto.DataType of the element types of a safetensors file."""
+_INDEX_INPUTS = [field.name for field in dataclasses.fields(StepInputs)]
 
 
 class OnnxRuntimeBackend:
@@ -77,6 +78,8 @@ class OnnxRuntimeBackend:
         self.lora = self._make_stacks(manifest, max_loras) if manifest.max_lora_rank else None
         self._no_adapters = np.full(limits.max_num_batched_tokens, -1, np.int32)
         self._logits = np.empty((0, manifest.num_logits), np.float32)
+        self._places: dict[str, tuple[tuple[int, ...], int]] = {}
+        """Shape and address that each index input and the logits are bound to."""
 
     def _make_stacks(self, manifest: EngineManifest, num_slots: int) -> LoraStacks:
         """Slots for adapters, bound to the graph."""
@@ -90,16 +93,22 @@ class OnnxRuntimeBackend:
         """Run the graph once; returns logits [R, vocab], valid until the next call."""
         if self.lora is not None and inputs.lora_indices is None:
             inputs = dataclasses.replace(inputs, lora_indices=self._no_adapters[: len(inputs.input_ids)])
-        for field in dataclasses.fields(inputs):
-            array = getattr(inputs, field.name)
+        for name in _INDEX_INPUTS:
+            array = getattr(inputs, name)
             if array is None:
                 continue
-            self._binding.bind_input(field.name, "cpu", 0, np.int32, array.shape, array.ctypes.data)
+            place = (array.shape, array.__array_interface__["data"][0])
+            if self._places.get(name) != place:
+                self._binding.bind_input(name, "cpu", 0, np.int32, *place)
+                self._places[name] = place
         rows = inputs.logits_indices.shape[0]
         if rows > self._logits.shape[0]:
             self._logits = np.empty((rows, self._logits.shape[1]), np.float32)
         logits = self._logits[:rows]
-        self._binding.bind_output("logits", "cpu", 0, np.float32, logits.shape, logits.ctypes.data)
+        place = (logits.shape, logits.__array_interface__["data"][0])
+        if self._places.get("logits") != place:
+            self._binding.bind_output("logits", "cpu", 0, np.float32, *place)
+            self._places["logits"] = place
         self._session.run_with_iobinding(self._binding)
         return logits
 

@@ -80,11 +80,13 @@ class SequenceSampler:
             )
         self._logprobs: _RawLogprobs | None = None
         self._plain = params.logprobs is None and not bias and self._penalties is None and constraint is None
+        self.processes = not self._plain or params.min_tokens > 0
+        """Whether `process` has anything to do with the next row."""
 
     @property
-    def processes(self) -> bool:
-        """Whether `process` has anything to do with the next row."""
-        return not self._plain or self.num_generated < self.params.min_tokens
+    def replays(self) -> bool:
+        """Whether the next token is known: the request was there before."""
+        return bool(self._drawn)
 
     def process(self, logits: Floats) -> None:
         """All that can change which token is the most likely, in place; raises RequestError if no token can be taken."""
@@ -102,12 +104,9 @@ class SequenceSampler:
             if self._constraint is not None:
                 self._constraint.mask(logits)
 
-    def take(self, token_id: int, logits: Floats) -> SampledToken:
-        """Go on by the token that `rule` and `uniform` chose from the processed row, negative for none.
-
-        Raises RequestError if there is none or it leads nowhere.
-        """
-        token = self._drawn.popleft() if self._drawn else self._accept(token_id, logits)
+    def take(self, token_id: int) -> SampledToken:
+        """Go on by the token that `rule` and `uniform` chose from the processed row; raises RequestError if it leads nowhere."""
+        token = self._drawn.popleft() if self._drawn else self._accept(token_id)
         self._in_step.append(token)
         return token
 
@@ -120,13 +119,12 @@ class SequenceSampler:
         self._drawn.extendleft(reversed(self._in_step))
         self._in_step.clear()
 
-    def _accept(self, token_id: int, logits: Floats) -> SampledToken:
-        if token_id < 0:
-            raise _no_token(logits.max())
+    def _accept(self, token_id: int) -> SampledToken:
         self.num_generated += 1
         if self._random is not None:
             self.uniform = self._random()
         if self._plain:
+            self.processes = self.num_generated < self.params.min_tokens
             return SampledToken(token_id, None, None)
         if self._penalties is not None:
             self._penalties.record(token_id)
@@ -185,10 +183,10 @@ def sample(logits: Floats, samplers: Sequence[SequenceSampler]) -> list[SampledT
     tokens = sample_rows(logits, [sampler.rule for sampler in samplers], [sampler.uniform for sampler in samplers])
     results: list[SampledToken | RequestError] = []
     for index, (sampler, token_id) in enumerate(zip(samplers, tokens, strict=True)):
+        if token_id < 0 and not sampler.replays:
+            failed.setdefault(index, _no_token(logits[index].max()))
         try:
-            if index in failed:
-                raise failed[index]
-            results.append(sampler.take(token_id, logits[index]))
+            results.append(failed[index] if index in failed else sampler.take(token_id))
         except RequestError as error:
             results.append(error)
     return results

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable
 
 from ..sampling.params import SamplingParams
 from .stops import StopMatcher, stop_matcher
@@ -23,10 +22,11 @@ class IncrementalDetokenizer:
         self._skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset()
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def push(self, token_ids: Iterable[int]) -> str:
-        """The text that these tokens complete."""
-        token_bytes = self._tokenizer.token_bytes
-        return self._decoder.decode(b"".join(token_bytes(i) for i in token_ids if i not in self._skipped))
+    def push(self, token_id: int) -> str:
+        """The text that this token completes."""
+        if token_id in self._skipped:
+            return ""
+        return self._decoder.decode(self._tokenizer.token_bytes(token_id))
 
     def finish(self) -> str:
         """The last text: U+FFFD if a character was left incomplete. Nothing may be pushed after."""
@@ -57,14 +57,18 @@ class OutputText:
         """Add a token; returns the stop string that it completes, after which nothing may be pushed."""
         assert not self._ended, "a token after the end of the text"
         self._unchecked -= 1
-        return self._add(self._detokenizer.push((token_id,)))
+        new = self._detokenizer.push(token_id)
+        if self._matcher is not None:
+            return self._add(new, self._matcher)
+        if new:
+            self._show(new)
+        return None
 
     def finish(self) -> None:
         """Release what was held back: the text goes no further."""
         if self._ended:
             return
-        self._matcher = None
-        self._add(self._detokenizer.finish())
+        self._show(self._held + self._detokenizer.finish())
         self._ended = True
 
     @property
@@ -81,24 +85,22 @@ class OutputText:
         self._untaken.clear()
         return delta
 
-    def _add(self, new: str) -> str | None:
+    def _add(self, new: str, matcher: StopMatcher) -> str | None:
         text = self._held + new
-        if self._matcher is None:
-            self._show(text, len(text))
-            return None
         for end in range(len(self._held) + 1, len(text) + 1):
-            self._state = self._matcher.step(self._state, text[end - 1])
-            length = self._matcher.found[self._state]
+            self._state = matcher.step(self._state, text[end - 1])
+            length = matcher.found[self._state]
             if length and self._unchecked < 0:
-                self._show(text, end if self._keeps_stop else end - length)
+                self._show(text[: end if self._keeps_stop else end - length])
                 self._held = ""
                 self._ended = True
                 return text[end - length : end]
-        self._show(text, len(text) - self._matcher.depth[self._state])
+        sure = len(text) - matcher.depth[self._state]
+        self._show(text[:sure])
+        self._held = text[sure:]
         return None
 
-    def _show(self, text: str, end: int) -> None:
-        self._held = text[end:]
-        if end:
-            self._new.append(text[:end])
-            self._untaken.append(text[:end])
+    def _show(self, text: str) -> None:
+        if text:
+            self._new.append(text)
+            self._untaken.append(text)
