@@ -2,7 +2,8 @@
 
 A tolerance is the sum of three rows: the arithmetic's, the weight format's, the KV cache's. Errors of tensors are relative to the
 largest value of their row (`metrics`). The numbers are about four times what the tests' random-weight shapes and the demo
-checkpoint show, so that an engine that is right passes and one wrong weight, norm or head does not.
+checkpoint show, so that an engine that is right passes and one wrong weight, norm or head does not; those of integer weights
+about twice what random weights of the 0.6B shape show, whose rows are the longest and whose layers add up the most.
 """
 
 from __future__ import annotations
@@ -44,11 +45,11 @@ _WEIGHTS = {
     "float16": Tolerance(layer=1e-3, kv=4e-3, logits=4e-3, kl=1e-4, nll=2e-4),
     "bfloat16": Tolerance(layer=1e-2, kv=3e-2, logits=3e-2, kl=4e-3, nll=2e-3),
     "fp8": Tolerance(layer=6e-2, kv=2e-1, logits=2e-1, kl=1e-1, nll=5e-2),
-    "int8": Tolerance(layer=4e-2, kv=1e-1, logits=1e-1, kl=4e-1, nll=2e-2),
+    "int8": Tolerance(layer=1.2e-1, kv=2.5e-1, logits=1.5e-1, kl=4e-1, nll=2e-2),
     # A sharp distribution on text that a model never saw goes anywhere: 4 bits say little about the divergence of the worst row.
-    "int4": Tolerance(layer=2e-1, kv=6e-1, logits=5e-1, kl=1e1, nll=2e-1),
-    "int4-g64": Tolerance(layer=3e-1, kv=9e-1, logits=7e-1, kl=1e1, nll=3e-1),
-    "int4-g128": Tolerance(layer=4e-1, kv=1.2, logits=9e-1, kl=1e1, nll=4e-1),
+    "int4": Tolerance(layer=5e-1, kv=1.2, logits=8e-1, kl=1e1, nll=2e-1),
+    "int4-g64": Tolerance(layer=5.5e-1, kv=1.3, logits=9e-1, kl=1e1, nll=3e-1),
+    "int4-g128": Tolerance(layer=6e-1, kv=1.4, logits=1.0, kl=1e1, nll=4e-1),
 }
 _KV_CACHE = {
     "float32": _NONE,
