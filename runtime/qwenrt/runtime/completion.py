@@ -35,8 +35,16 @@ class Completion:
         self._num_tokens = 0
         self._cumulative_logprob = 0.0
         self._logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
+        self.prompt_logprobs: list[TokenLogprobs] | None = None if params.prompt_logprobs is None else []
+        """Of the prompt's tokens from the second on."""
+        self._untold_prompt = self.prompt_logprobs
         self._num_taken = 0
         self._taken_whole = False
+
+    def append_prompt(self, start: int, logprobs: list[TokenLogprobs]) -> None:
+        """Take those of the prompt's tokens from `start` + 1 on; a preempted request comes to them again."""
+        assert self.prompt_logprobs is not None
+        self.prompt_logprobs[start:] = logprobs
 
     def append(self, sampled: SampledToken) -> None:
         """Take the next of the request's tokens; sets `finish_reason` if it is the last."""
@@ -80,6 +88,7 @@ class Completion:
             return None
         first, self._num_taken = self._num_taken, self._num_tokens
         self._taken_whole = self.finish_reason is not None
+        prompt_logprobs, self._untold_prompt = self._untold_prompt, None
         start = self.request.num_prompt
         return CompletionDelta(
             index=self.index,
@@ -88,6 +97,7 @@ class Completion:
             logprobs=None if self._logprobs is None else self._logprobs[first:],
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
+            prompt_logprobs=prompt_logprobs,
         )
 
 

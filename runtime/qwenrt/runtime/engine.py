@@ -18,8 +18,9 @@ from .completion import Completion, Pooling
 from .engine_dir import EngineManifest, Limits
 from .lora import LoraAdapter
 from .model_runner import ModelRunner
-from .outputs import RequestDelta, RequestOutput
+from .outputs import RequestDelta, RequestOutput, TokenLogprobs
 from .pooling import PoolingParams, check_task
+from .prompt_logprobs import Scored, score_prompts
 from .request import Chunk, Request, StepPlan
 from .sampling.constraint import Constraint
 from .sampling.grammar import GrammarCompiler, Matcher
@@ -73,9 +74,16 @@ class Job:
             prompt_token_ids=first.token_ids[: first.num_prompt],
             outputs=[answer.output() for answer in self.answers if isinstance(answer, Completion)],
             finished=self.finished,
+            prompt_logprobs=self._prompt_logprobs,
             num_cached_tokens=first.num_cached or 0,
             pooled=self.pooled,
         )
+
+    @property
+    def _prompt_logprobs(self) -> list[TokenLogprobs | None] | None:
+        first = self.answers[0]
+        known = first.prompt_logprobs if isinstance(first, Completion) else None
+        return None if known is None else [None, *known]
 
     def take_delta(self) -> RequestDelta:
         """What the answers have new since the last call."""
@@ -225,6 +233,7 @@ class LLMEngine:
         sampler = SequenceSampler(params, prepared.token_ids, eos_token_ids, index, constraint)
         drafter = Drafter(self.speculator, eos_token_ids | set(params.stop_token_ids)) if self.speculator else None
         request = self._request(request_id, prepared, sampler, drafter)
+        request.prompt_logprobs = params.prompt_logprobs
         return Completion(index, request, params, self.tokenizer, eos_token_ids)
 
     def _constraint(self, prepared: PreparedRequest, params: SamplingParams) -> Constraint | None:
@@ -337,6 +346,7 @@ class LLMEngine:
             logits = self.backend.execute(inputs)
             executed = perf_counter()
             sampling = [chunk for chunk in plan.chunks if chunk.samples]
+            logits, scored = score_prompts(logits, plan.chunks)
             results = _sample(logits, sampling)
         except DeviceError as error:
             self.scheduler.rollback(plan)
@@ -350,7 +360,7 @@ class LLMEngine:
         sampled = perf_counter()
         self.scheduler.commit(plan, [[one.token_id for one in new] if isinstance(new, list) else [] for new in results])
         committed = perf_counter()
-        changed = self._process(sampling, results)
+        changed = self._process_prompts(plan, scored) + self._process(sampling, results)
         processed = perf_counter()
         timings.steps += 1
         timings.schedule += planned - started + committed - sampled
@@ -370,9 +380,32 @@ class LLMEngine:
                 room = request.max_tokens - request.num_generated - 1
                 request.drafts = request.drafter.propose(request.token_ids, room=room, sequences=len(running))
 
+    def _process_prompts(self, plan: StepPlan, scored: Scored) -> list[Job]:
+        """Hand out log-probabilities of prompts; returns the jobs that fail by them."""
+        failed = []
+        for chunk in plan.chunks:
+            new = scored.get(chunk.request)
+            if new is None:
+                continue
+            job, completion = self._answers[chunk.request]
+            assert isinstance(completion, Completion)
+            if isinstance(new, RequestError):
+                completion.finish("abort", str(new))
+                self._retire(completion)
+                if job.finished:
+                    del self._jobs[job.request_id]
+                failed.append(job)
+            else:
+                completion.append_prompt(chunk.start, new)
+            if chunk.samples:
+                chunk.request.prompt_logprobs = None
+        return failed
+
     def _process(self, sampling: list[Chunk], sampled: list[_Sampled]) -> list[Job]:
         changed: dict[Job, None] = {}
         for chunk, new in zip(sampling, sampled, strict=True):
+            if chunk.request not in self._answers:
+                continue
             job, answer = self._answers[chunk.request]
             if isinstance(answer, Pooling):
                 assert isinstance(new, np.ndarray)

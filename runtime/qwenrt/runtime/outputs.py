@@ -44,6 +44,8 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    """Of the prompt's tokens as far as they are computed, None for the first; None unless they were asked for."""
     num_cached_tokens: int = field(default=0)
     """Prompt tokens whose K and V came from the prefix cache (of the first answer)."""
     pooled: npt.NDArray[np.float32] | None = None
@@ -95,6 +97,8 @@ class CompletionDelta:
     """Of `token_ids`; None unless `logprobs` was asked for."""
     finish_reason: str | None
     stop_reason: int | str | None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    """With the first news, if they were asked for: those of the prompt's tokens from the second on."""
 
 
 @dataclass(slots=True)
@@ -132,4 +136,5 @@ def _merge(outputs: list[CompletionDelta]) -> CompletionDelta:
         logprobs=logprobs,
         finish_reason=last.finish_reason,
         stop_reason=last.stop_reason,
+        prompt_logprobs=outputs[0].prompt_logprobs,
     )

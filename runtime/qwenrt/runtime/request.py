@@ -48,6 +48,8 @@ class Request:
     block_hashes: list[bytes] = field(default_factory=list)
     """Chained hashes of the full blocks of `token_ids`, extended when they are asked for."""
     status: RequestStatus = RequestStatus.WAITING
+    prompt_logprobs: int | None = None
+    """While the prompt's log-probabilities are wanted: how many of the most likely tokens in each place."""
     num_cached: int | None = None
     """Prompt tokens that the first admission found in the prefix cache; None before."""
     num_preemptions: int = 0
@@ -77,7 +79,9 @@ class Chunk(NamedTuple):
 
     @property
     def num_logits(self) -> int:
-        """Rows of logits that the chunk needs: those of its last tokens."""
+        """Rows of logits that the chunk needs: those of its last tokens, or of all where the prompt's are wanted."""
+        if self.request.prompt_logprobs is not None:
+            return self.count
         return 1 + len(self.drafts) if self.samples else 0
 
 

@@ -11,6 +11,9 @@ from .engine_dir import Limits
 from .prefix_cache import extend_block_hashes
 from .request import Chunk, Request, RequestStatus, StepPlan
 
+MAX_PROMPT_ROWS = 64
+"""Rows of logits that a step gives for prompts whose log-probabilities are wanted: a vocabulary's width each."""
+
 
 class Scheduler:
     """Shares the tokens of each step and the KV blocks among the requests, first come first served.
@@ -58,14 +61,15 @@ class Scheduler:
         chunks: list[Chunk] = []
         preempted: list[Request] = []
         budget = self.limits.max_num_batched_tokens
+        rows = MAX_PROMPT_ROWS
         position = 0
         running = self.running
         spare = self._spare_blocks() if any(request.drafts for request in running) else 0
         while position < len(running) and budget > 0:
             request = running[position]
             count = len(request.token_ids) - request.num_computed
-            if count > budget:
-                count = budget
+            if count > budget or request.prompt_logprobs is not None:
+                count = self._next_count(request, budget, rows)
             drafts: tuple[int, ...] = ()
             if request.drafts:
                 drafts = self._affordable_drafts(request, budget - (len(running) - position - 1), spare)
@@ -79,11 +83,14 @@ class Scheduler:
                 extra = self._missing_blocks(request, count + len(drafts)) - missing
                 spare -= extra
                 missing += extra
+            position += 1
+            if count == 0:
+                continue
             chunks.append(self._reserve(request, count, missing, drafts))
             budget -= count + len(drafts)
-            position += 1
+            rows -= count if request.prompt_logprobs is not None else 0
         if not preempted:
-            self._admit(chunks, budget)
+            self._admit(chunks, budget, rows)
         return StepPlan(chunks, preempted)
 
     def commit(self, plan: StepPlan, tokens: Sequence[Sequence[int]]) -> None:
@@ -120,6 +127,11 @@ class Scheduler:
     def blocks_for_alone(self, num_prompt: int, max_tokens: int) -> int:
         """Blocks that a request needs at most; the last token that it samples is never written to the cache."""
         return self._blocks_for(num_prompt + max_tokens - 1)
+
+    def _next_count(self, request: Request, budget: int, rows: int) -> int:
+        """How many of a request's tokens the step computes, if it may compute `budget` and give `rows` for prompts."""
+        most = budget if request.prompt_logprobs is None else min(budget, rows)
+        return min(request.num_tokens - request.num_computed, most)
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -178,7 +190,7 @@ class Scheduler:
             self.adapters.release(request.adapter)
             request.adapter_slot = -1
 
-    def _admit(self, chunks: list[Chunk], budget: int) -> None:
+    def _admit(self, chunks: list[Chunk], budget: int, rows: int) -> None:
         """Move waiting requests into the step while tokens, blocks, adapters' slots and places last.
 
         A request whose next block is just being computed by another one waits for it: requests that arrive together with a
@@ -195,7 +207,7 @@ class Scheduler:
             if request.adapter is not None and not self.adapters.has_room_for(request.adapter):
                 break
             hits: list[int] = []
-            if self.enable_prefix_caching:
+            if self.enable_prefix_caching and request.prompt_logprobs is None:
                 self._extend_hashes(request)
                 # The last token is always computed, since its logits are wanted.
                 usable = request.block_hashes[: (request.num_tokens - 1) // self.block_size]
@@ -203,14 +215,17 @@ class Scheduler:
                 if len(hits) < len(usable) and usable[len(hits)] in in_flight:
                     deferred.append(self.waiting.popleft())
                     continue
+            if self._next_count(request, budget, rows) == 0:
+                break
             needed = self._blocks_for(request.num_tokens) - len(hits)
             if needed + self.pool.num_free_among(hits) + promised > self.pool.num_free:
                 break
             self.waiting.popleft()
             self._start(request, hits)
-            count = min(request.num_tokens - request.num_computed, budget)
+            count = self._next_count(request, budget, rows)
             chunks.append(self._reserve(request, count, self._missing_blocks(request, count)))
             budget -= count
+            rows -= count if request.prompt_logprobs is not None else 0
             promised += self._missing_own_blocks(request)
             in_flight.update(self._hashes_in_flight(request))
         self.waiting.extendleft(reversed(deferred))

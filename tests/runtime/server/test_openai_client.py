@@ -222,6 +222,39 @@ def test_echo_gives_the_prompt_back(client: OpenAI) -> None:
     assert "".join(chunk.choices[0].text for chunk in stream) == "abc" + plain
 
 
+@pytest.mark.parametrize("warm", [False, True])
+def test_echo_with_logprobs_tells_the_prompts_too(client: OpenAI, warm: bool) -> None:
+    prompt = "abcabc27+58=" + "x" * 5
+    fields: dict[str, Any] = {
+        "model": "demo",
+        "prompt": prompt,
+        "max_tokens": 3,
+        "temperature": 0,
+        "logprobs": 2,
+        "n": 2,
+    }
+    plain = client.completions.create(**fields).choices[0]
+    echoed = client.completions.create(**fields, echo=True)
+    for choice in echoed.choices:
+        logprobs = choice.logprobs
+        assert choice.text == prompt + plain.text
+        assert "".join(logprobs.tokens[: -len(plain.logprobs.tokens)]) == prompt
+        count = len(logprobs.tokens) - len(plain.logprobs.tokens)
+        assert logprobs.token_logprobs[0] is logprobs.top_logprobs[0] is None
+        assert all(-100 < value <= 0 for value in logprobs.token_logprobs[1:])
+        assert [len(top) for top in logprobs.top_logprobs[1:count]] == [2] * (count - 1)
+        assert logprobs.token_logprobs[count:] == pytest.approx(plain.logprobs.token_logprobs, abs=1e-4)
+        starts = [
+            choice.text[start:].startswith(token)
+            for start, token in zip(logprobs.text_offset, logprobs.tokens, strict=True)
+        ]
+        assert all(starts[:count])
+    parts = [chunk.choices[0] for chunk in client.completions.create(**fields, echo=True, stream=True)]
+    first = [part.logprobs for part in parts if part.index == 0]
+    joined = [value for part in first for value in part.token_logprobs]
+    assert joined[1:] == pytest.approx(echoed.choices[0].logprobs.token_logprobs[1:], abs=1e-4)
+
+
 def test_logprobs_of_completions(client: OpenAI) -> None:
     (choice,) = client.completions.create(model="demo", prompt="27+", max_tokens=4, temperature=0, logprobs=2).choices
     logprobs = choice.logprobs

@@ -151,7 +151,6 @@ def test_impossible_messages_are_refused_by_their_place(server: Server, messages
         (CHAT, {"structured_outputs": {}}, "structured_outputs has nothing"),
         (CHAT, {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
         (COMPLETIONS, {"suffix": "x"}, "suffix is not supported"),
-        (COMPLETIONS, {"echo": True, "logprobs": 1}, "echo with logprobs is not supported"),
         (COMPLETIONS, {"best_of": 3}, "best_of is 3"),
         (COMPLETIONS, {"prompt": ["a"] * 300}, "1 to 256"),
         (COMPLETIONS, {"prompt": [1] * 3000}, "3000 tokens"),

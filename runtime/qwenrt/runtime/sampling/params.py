@@ -66,6 +66,8 @@ class SamplingParams:
     """Whether to go on after an end-of-text token of the model."""
     logprobs: int | None = None
     """Give the log-probability of each token and of so many most likely ones, 0 to 20; None gives none. Before any processing."""
+    prompt_logprobs: int | None = None
+    """The same for the prompt's tokens, each given those before it. Such a prompt is computed anew, whatever is cached."""
     n: int = 1
     """How many answers; 1 to 128."""
     skip_special_tokens: bool = True
@@ -94,6 +96,9 @@ class SamplingParams:
             "logprobs": self.logprobs
             if self.logprobs is None
             else _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS),
+            "prompt_logprobs": self.prompt_logprobs
+            if self.prompt_logprobs is None
+            else _integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS),
             "n": _integer("n", self.n, 1, MAX_N),
             "logit_bias": _logit_bias(self.logit_bias),
             "thinking_budget": None

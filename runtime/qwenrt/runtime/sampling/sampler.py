@@ -12,6 +12,7 @@ import numpy as np
 from qwenrt.plugins import RequestError
 from qwenrt.plugins.row_sampling import GREEDY, sample_rows, sampling_rule
 
+from ..outputs import TokenLogprobs
 from .constraint import Constraint
 from .params import SamplingParams
 from .processors import Floats, Penalties, largest
@@ -164,6 +165,12 @@ class _RawLogprobs:
     def of(self, token_id: int) -> float:
         """Log-probability of a token, nats."""
         return max(float(self._logits[token_id]) - self._log_sum, LOWEST_LOGPROB)
+
+
+def token_logprobs(logits: Floats, token_id: int, count: int) -> TokenLogprobs:
+    """Log-probability of a token in a row of logits [vocab], and the `count` highest; raises RequestError if it is not finite."""
+    raw = _RawLogprobs(logits, count)
+    return TokenLogprobs(token_id, raw.of(token_id), raw.top)
 
 
 def sample(logits: Floats, samplers: Sequence[SequenceSampler]) -> list[SampledToken | RequestError]:

@@ -11,8 +11,8 @@ from qwenrt.plugins import RequestError
 
 from ..outputs import CompletionDelta
 from .generation import Generation, Service
-from .logprobs import CompletionLogprobsWriter
-from .protocol import MAX_PROMPTS, Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
+from .logprobs import CompletionLogprobsWriter, joined
+from .protocol import MAX_PROMPTS, Completion, CompletionChoice, CompletionRequest
 from .sampling import answer_form, sampling_params
 
 _DEFAULT_MAX_TOKENS = 16
@@ -26,10 +26,6 @@ async def start_completions(service: Service, body: CompletionRequest, tenant: s
         raise RequestError(f"prompt has {len(prompts)} prompts; it must have 1 to {MAX_PROMPTS}")
     if body.suffix:
         raise RequestError("suffix is not supported: Qwen3 models do not fill in the middle; leave it out")
-    if body.echo and body.logprobs is not None:
-        raise RequestError(
-            "echo with logprobs is not supported: the prompt's log-probabilities are not computed; leave one out"
-        )
     if body.best_of not in (None, body.n or 1):
         raise RequestError(f"best_of is {body.best_of}; only the value of n is supported")
     params = sampling_params(
@@ -38,6 +34,7 @@ async def start_completions(service: Service, body: CompletionRequest, tenant: s
         structured=answer_form(body),
         max_tokens=_DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
         logprobs=body.logprobs,
+        prompt_logprobs=body.logprobs if body.echo else None,
     )
     generation = await service.start(prompts, params, model=model, priority=body.priority, tenant=tenant)
     return Completions(service, body, generation)
@@ -81,8 +78,8 @@ class Completions:
             for output in delta.outputs:
                 choice = self._choice(place, output)
                 texts.setdefault(choice.index, []).append(choice.text)
-                if choice.index in wholes and choice.logprobs is not None:
-                    choice.logprobs = _joined(wholes[choice.index].logprobs, choice.logprobs)
+                if choice.index in wholes and (earlier := wholes[choice.index].logprobs) is not None:
+                    choice.logprobs = joined(earlier, choice.logprobs)
                 wholes[choice.index] = choice
         for index, choice in wholes.items():
             choice.text = "".join(texts[index])
@@ -92,10 +89,15 @@ class Completions:
     def _choice(self, place: int, output: CompletionDelta) -> CompletionChoice:
         index = place * self.generation.n + output.index
         echo, self._echoes[index] = self._echoes[index], ""
+        if output.prompt_logprobs is None:
+            logprobs = self._logprobs[index].write(output.logprobs)
+        else:
+            prompt = self.generation.prompt_token_ids(index)
+            logprobs = self._logprobs[index].write_prompt(prompt, output.prompt_logprobs, output.logprobs)
         choice = CompletionChoice(
             index=index,
             text=echo + output.text,
-            logprobs=self._logprobs[index].write(output.logprobs),
+            logprobs=logprobs,
             finish_reason=None
             if output.finish_reason is None
             else "length"
@@ -105,14 +107,3 @@ class Completions:
         if output.stop_reason is not None:
             choice.stop_reason = output.stop_reason
         return choice
-
-
-def _joined(first: CompletionLogprobs | None, later: CompletionLogprobs) -> CompletionLogprobs:
-    """Both as one; the first is extended."""
-    if first is None:
-        return later
-    first.tokens += later.tokens
-    first.token_logprobs += later.token_logprobs
-    first.top_logprobs += later.top_logprobs
-    first.text_offset += later.text_offset
-    return first

@@ -44,13 +44,27 @@ class CompletionLogprobsWriter:
             return None
         written = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
         for token in tokens:
-            text = self._text(token.token_id)
-            written.tokens.append(text)
-            written.token_logprobs.append(token.logprob)
-            written.top_logprobs.append({self._text(top): logprob for top, logprob in token.top.items()})
-            written.text_offset.append(self._offset)
-            self._offset += len(text)
+            top = {self._text(top): logprob for top, logprob in token.top.items()}
+            self._write(written, token.token_id, token.logprob, top)
         return written
+
+    def write_prompt(
+        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], later: Sequence[TokenLogprobs] | None
+    ) -> CompletionLogprobs:
+        """Those of a prompt, of whose first token there is none, and of the first tokens after it."""
+        written = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
+        self._write(written, token_ids[0], None, None)
+        return joined(joined(written, self.write(logprobs)), self.write(later))
+
+    def _write(
+        self, written: CompletionLogprobs, token_id: int, logprob: float | None, top: dict[str, float] | None
+    ) -> None:
+        text = self._text(token_id)
+        written.tokens.append(text)
+        written.token_logprobs.append(logprob)
+        written.top_logprobs.append(top)
+        written.text_offset.append(self._offset)
+        self._offset += len(text)
 
     def _text(self, token_id: int) -> str:
         spelled = self._tokenizer.token_bytes(token_id)
@@ -58,3 +72,13 @@ class CompletionLogprobsWriter:
             return spelled.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
+
+
+def joined(first: CompletionLogprobs, later: CompletionLogprobs | None) -> CompletionLogprobs:
+    """Both as one; the first is extended."""
+    if later is not None:
+        first.tokens += later.tokens
+        first.token_logprobs += later.token_logprobs
+        first.top_logprobs += later.top_logprobs
+        first.text_offset += later.text_offset
+    return first

@@ -407,8 +407,9 @@ class CompletionLogprobs(ResponseModel):
     """Of the tokens of a choice."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    """None for a prompt's first token."""
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 

@@ -55,6 +55,7 @@ def sampling_params(
     structured: StructuredOutputsParams | None,
     max_tokens: int | None,
     logprobs: int | None,
+    prompt_logprobs: int | None = None,
     thinking_budget: int | None = None,
 ) -> SamplingParams:
     """What a request asks of the sampler; raises RequestError naming the field that is wrong."""
@@ -67,6 +68,7 @@ def sampling_params(
         **fields,
         max_tokens=max_tokens,
         logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
         logit_bias=_by_token(body.logit_bias),
         structured_outputs=structured,
         thinking_budget=thinking_budget,
