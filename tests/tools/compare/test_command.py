@@ -71,6 +71,21 @@ def test_every_architecture_equals_transformers_and_our_modules_layer_by_layer(
         assert len(found.report["layers"]) == 4
 
 
+@pytest.mark.parametrize("task", ["embed", "classify"])
+def test_engines_that_give_no_tokens_equal_transformers_too(compare: Compare, tmp_path: Path, task: str) -> None:
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", task=task, num_labels=1, num_hidden_layers=2)
+    engine = export(checkpoint, tmp_path / "engine", block_size=4).path
+    for judge in ("transformers", "eager"):
+        found = compare(engine, "--reference", checkpoint, "--against", judge, "--layers")
+        assert (found.status, found.stderr) == (0, "")
+        assert worst(found, "logits") < 1e-4
+        assert "greedy tokens were not compared: the engine gives none" in found.report["notes"]
+    (tmp_path / "text").write_text("a text")
+    found = compare(engine, "--reference", checkpoint, "--perplexity", tmp_path / "text")
+    assert found.status == 1
+    assert f"is for the task {task}, which has no perplexity" in found.stderr
+
+
 @pytest.mark.parametrize(("weights", "kv_dtype"), [("float16", "float16"), ("bfloat16", "float32")])
 def test_rounded_formats_pass_at_their_tolerances_and_not_at_the_strict_ones(
     compare: Compare, tiny_checkpoint: Path, tmp_path: Path, weights: str, kv_dtype: str

@@ -191,6 +191,9 @@ class Comparer:
                 f"greedy tokens were not compared: the runtime has no backend {self.subject.backend}"
             )
             return []
+        if self.subject.engine.manifest.task != "generate":
+            self.result.notes.append("greedy tokens were not compared: the engine gives none")
+            return []
         if self.subject.engine.manifest.limits.max_model_len < 2:
             self.result.notes.append("greedy tokens were not compared: the engine's sequences end after one token")
             return []

@@ -58,6 +58,10 @@ def compare_engine(
             f"{engine.path} has places for adapters, which are no part of a comparison; compare an export without "
             "--max-lora-rank, which computes the same"
         )
+    if perplexity is not None and engine.manifest.task != "generate":
+        raise ConfigError(
+            f"{engine.path} is for the task {engine.manifest.task}, which has no perplexity; leave it out"
+        )
     checkpoint = None if reference is None else local_checkpoint(reference, weights=True)
     dtypes = None if checkpoint is None else check_checkpoint(checkpoint, engine.manifest)
     specs = [ReferenceSpec.parse(name) for name in against] or [default_reference(checkpoint)]

@@ -21,11 +21,19 @@ from .modules import watched
 
 try:
     import transformers
-    from transformers import AutoModelForCausalLM, DynamicCache
+    from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, DynamicCache
 except ImportError as error:
     raise ConfigError(
         "--against transformers needs transformers; install it with: pip install 'qwenrt[compare]', or compare --against eager"
     ) from error
+
+
+_MODELS: dict[str, Any] = {
+    "generate": (AutoModelForCausalLM, "lm_head"),
+    "embed": (AutoModel, None),
+    "classify": (AutoModelForSequenceClassification, "score"),
+}
+"""By an engine's task: the class, and the module that makes its output of the hidden states."""
 
 
 class TransformersRunner(PagedRunner):
@@ -51,13 +59,17 @@ class TransformersRunner(PagedRunner):
         """Load the checkpoint; nothing of it is executed, and nothing is downloaded."""
         transformers.logging.disable_progress_bar()
         try:
-            self._model = AutoModelForCausalLM.from_pretrained(
-                self._checkpoint,
-                dtype=self._dtype,
-                attn_implementation="eager",
-                trust_remote_code=False,
-                local_files_only=True,
-            ).eval()
+            self._model = (
+                _MODELS[self.manifest.task][0]
+                .from_pretrained(
+                    self._checkpoint,
+                    dtype=self._dtype,
+                    attn_implementation="eager",
+                    trust_remote_code=False,
+                    local_files_only=True,
+                )
+                .eval()
+            )
         except (OSError, ValueError, ImportError, RuntimeError) as error:
             reason = str(error).strip().splitlines()[0]
             raise ConfigError(
@@ -76,7 +88,8 @@ class TransformersRunner(PagedRunner):
         for layer in range(self.manifest.model.num_layers):
             if batch.past.shape[1]:
                 cache.update(*(part.to(self._dtype) for part in batch.past_kv(feed[f"kv_cache.{layer}"])), layer)
-        backbone = self._model.model
+        head = _MODELS[self.manifest.task][1]
+        backbone = self._model.model if head else self._model
 
         def tell(name: str, values: Tensor) -> None:
             visit(name, batch.rows(values.float()).numpy())
@@ -102,8 +115,8 @@ class TransformersRunner(PagedRunner):
             )
         if "logits" in wanted:
             rows = torch.from_numpy(feed["logits_indices"].astype(np.int64))
-            hidden = batch.rows(result.last_hidden_state)
-            visit("logits", self._model.lm_head(hidden[rows]).float().numpy())
+            hidden = batch.rows(result.last_hidden_state)[rows]
+            visit("logits", (getattr(self._model, head)(hidden) if head else hidden).float().numpy())
 
 
 class _Padded:
