@@ -79,6 +79,16 @@ def engine_options(function: Function) -> Function:
     return function
 
 
+def ray_option(function: Function) -> Function:
+    """Where Ray is, for the commands that can run on it."""
+    return click.option(
+        "--ray",
+        "ray_address",
+        metavar="ADDRESS",
+        help="Run on the Ray cluster at this address; local: on one that is started on this machine.",
+    )(function)
+
+
 def sampling_options(function: Function) -> Function:
     """The options that make up a SamplingParams; `sampling_params` takes them."""
     for option in (

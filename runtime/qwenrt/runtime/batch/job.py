@@ -38,7 +38,7 @@ class Worker(Protocol):
         """Rows that it should have at a time."""
 
     async def start(self) -> None:
-        """Get ready; called before the first row, and again after it was lost."""
+        """Get ready; called before the first row, and again after it was lost. Raises WorkerLostError if it is lost already."""
 
     async def answer(self, url: str, body: bytes) -> Answer:
         """Answer a request; raises WorkerLostError if others must do that."""
@@ -163,8 +163,11 @@ class _Job:
         try:
             while True:
                 written = self._results.written
-                await worker.start()
-                reason = await self._feed(worker)
+                try:
+                    await worker.start()
+                    reason = await self._feed(worker)
+                except WorkerLostError as error:
+                    reason = error
                 if reason is None:
                     return
                 losses = 1 if self._results.written > written else losses + 1
