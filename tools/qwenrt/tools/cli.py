@@ -31,6 +31,7 @@ COMMANDS = {
     "batch": ("batch", "Answer a file of requests in OpenAI's batch format."),
     "compare": ("compare.command", "Compare an engine with the model that it was made of."),
     "bench": ("bench.command", "Measure an engine's speed and memory, or a server's under load."),
+    "simulate": ("simulate.command", "Predict latencies and throughput of one engine or many under a load."),
     "inspect": ("inspect", "Show what an engine folder or a checkpoint holds."),
     "make-checkpoint": ("make_checkpoint", "Write a random-weight Qwen3 checkpoint, for benchmarks and tests."),
 }
