@@ -19,7 +19,7 @@ from qwenrt.plugins import QwenrtError, RequestError
 
 from .adapters import LoRARequest
 from .admission import AdmissionQueue
-from .engine import PreparedRequest
+from .job import PreparedRequest
 from .llm import LLM, Prompt
 from .outputs import RequestDelta, merge_deltas
 from .pooling import PoolingParams

@@ -16,14 +16,14 @@ from .adapters import AdapterRegistry, LoRARequest
 from .backends import Backend
 from .completion import Completion, Pooling
 from .engine_dir import EngineManifest, Limits
-from .lora import LoraAdapter
+from .job import Job, PreparedRequest
 from .model_runner import ModelRunner
-from .outputs import RequestDelta, RequestOutput, TokenLogprobs
+from .outputs import RequestOutput
 from .pooling import PoolingParams, check_task
 from .prompt_logprobs import Scored, score_prompts
 from .request import Chunk, Request, StepPlan
 from .sampling.constraint import Constraint
-from .sampling.grammar import GrammarCompiler, Matcher
+from .sampling.grammar import GrammarCompiler
 from .sampling.params import SamplingParams
 from .sampling.sampler import SampledToken, SequenceSampler, sample_checking_drafts
 from .scheduler import Scheduler
@@ -42,68 +42,6 @@ class StepTimings:
     execute: float = 0.0
     sample: float = 0.0
     process: float = 0.0
-
-
-class Job:
-    """What a caller asked for at once: one prompt and its n answers, or what is pooled from it."""
-
-    def __init__(self, request_id: str, prompt: str | None, answers: Sequence[Completion | Pooling]) -> None:
-        self.request_id = request_id
-        self.prompt = prompt
-        self.answers = answers
-
-    @property
-    def finished(self) -> bool:
-        """Whether every answer has ended."""
-        if len(self.answers) == 1:
-            return self.answers[0].finish_reason is not None
-        return all(answer.finish_reason for answer in self.answers)
-
-    @property
-    def pooled(self) -> npt.NDArray[np.float32] | None:
-        """What a request with PoolingParams asked for, once it is there."""
-        first = self.answers[0]
-        return first.values if isinstance(first, Pooling) else None
-
-    def output(self) -> RequestOutput:
-        """The answers so far, as a caller sees them."""
-        first = self.answers[0].request
-        return RequestOutput(
-            request_id=self.request_id,
-            prompt=self.prompt,
-            prompt_token_ids=first.token_ids[: first.num_prompt],
-            outputs=[answer.output() for answer in self.answers if isinstance(answer, Completion)],
-            finished=self.finished,
-            prompt_logprobs=self._prompt_logprobs,
-            num_cached_tokens=first.num_cached or 0,
-            pooled=self.pooled,
-        )
-
-    @property
-    def _prompt_logprobs(self) -> list[TokenLogprobs | None] | None:
-        first = self.answers[0]
-        known = first.prompt_logprobs if isinstance(first, Completion) else None
-        return None if known is None else [None, *known]
-
-    def take_delta(self) -> RequestDelta:
-        """What the answers have new since the last call."""
-        deltas = [delta for answer in self.answers if (delta := answer.take_delta()) is not None]
-        return RequestDelta(deltas, self.finished, self.answers[0].request.num_cached or 0, self.pooled)
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedRequest:
-    """A prompt and its parameters, found to be what the engine can serve."""
-
-    prompt: str | None
-    """The prompt's text; None when token ids were given."""
-    token_ids: list[int]
-    params: SamplingParams | PoolingParams
-    max_tokens: int
-    """How many tokens may follow."""
-    matcher: Matcher | None
-    """The start of the grammar of `structured_outputs`."""
-    adapter: LoraAdapter | None = None
 
 
 _Sampled = list[SampledToken] | RequestError | npt.NDArray[np.float32]

@@ -13,8 +13,9 @@ from qwenrt.plugins import ConfigError, RequestError
 
 from .adapters import LoRARequest
 from .backends import load_backend
-from .engine import Job, LLMEngine
+from .engine import LLMEngine
 from .engine_dir import EngineDir, Limits
+from .job import Job
 from .kv_budget import KvBudget
 from .outputs import ClassificationOutput, EmbeddingOutput, RequestOutput, ScoreOutput
 from .pooling import (

@@ -7,7 +7,7 @@ from time import perf_counter
 from typing import Any
 
 from qwenrt.runtime import LLMEngine
-from qwenrt.runtime.engine import Job
+from qwenrt.runtime.job import Job
 
 from .roofline import CostModel, Recorder
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from time import perf_counter
 
 from qwenrt.runtime import LLMEngine, RequestError, SamplingParams
-from qwenrt.runtime.engine import Job
+from qwenrt.runtime.job import Job
 
 from .load import Load
 from .trace import Trace

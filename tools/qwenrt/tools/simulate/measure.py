@@ -13,7 +13,7 @@ import numpy as np
 
 from qwenrt.runtime import LLM, LLMEngine, SamplingParams
 from qwenrt.runtime.backends import Backend
-from qwenrt.runtime.engine import Job
+from qwenrt.runtime.job import Job
 from qwenrt.runtime.model_runner import StepInputs
 
 from .cost_model import CostModel, Work
