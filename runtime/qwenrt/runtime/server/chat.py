@@ -10,6 +10,7 @@ from typing import Any
 from qwenrt.plugins import RequestError
 
 from ..outputs import CompletionDelta
+from ..pooling import check_task
 from ..sampling.params import SamplingParams
 from ..text.chat_template import ChatTemplate
 from ..text.thinking import Thinking, thinking_after
@@ -39,6 +40,7 @@ from .tool_choice import ToolUse, tool_use
 async def start_chat(service: Service, body: ChatCompletionRequest, tenant: str) -> Chat:
     """Take a chat in; raises RequestError (ApiError, QueueFullError) if it cannot be served."""
     model = service.model_of(body.model)
+    check_task(service.llm.llm.engine.manifest, "generate", "generate text")
     use = tool_use(body, answer_form(body))
     params = _params(service, body, use)
     arguments = dict(body.chat_template_kwargs or {})
