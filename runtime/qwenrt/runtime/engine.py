@@ -66,9 +66,10 @@ class LLMEngine:
         self.limits = limits
         self.backend = backend
         self.tokenizer = tokenizer
-        slots = 0 if backend.lora is None else backend.lora.num_slots
+        self._lora = backend.lora
+        slots = 0 if self._lora is None else self._lora.num_slots
         self.scheduler = Scheduler(limits, manifest.block_size, num_kv_blocks, enable_prefix_caching, slots)
-        self.adapters = AdapterRegistry(manifest, {} if backend.lora is None else backend.lora.shapes)
+        self.adapters = AdapterRegistry(manifest, {} if self._lora is None else self._lora.shapes)
         self.runner = ModelRunner(limits, manifest.block_size)
         self.timings = StepTimings()
         self.speculator = Speculator(speculative) if speculative else None
@@ -277,8 +278,8 @@ class LLMEngine:
             return []
         try:
             planned = perf_counter()
-            if self.backend.lora is not None:
-                self.scheduler.adapters.load(self.backend.lora.set)
+            if self._lora is not None:
+                self.scheduler.adapters.load(self._lora.set)
             inputs = self.runner.prepare(plan)
             prepared = perf_counter()
             logits = self.backend.execute(inputs)
