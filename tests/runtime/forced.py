@@ -17,8 +17,6 @@ PROMPT = [65, 66, 67]
 class ForcedBackend:
     """Gives token i of the list all the probability at the i-th generated position; after the list, id 0."""
 
-    lora = None
-
     def __init__(self, tokens: Sequence[int], vocab_size: int, num_prompt: int = len(PROMPT)) -> None:
         self.tokens = list(tokens)
         self.vocab_size = vocab_size

@@ -63,8 +63,6 @@ def test_a_tenant_that_was_away_has_saved_nothing_up() -> None:
 class Gate:
     """A backend that computes no step before it is open."""
 
-    lora = None
-
     def __init__(self, llm: LLM) -> None:
         self.real = llm.engine.backend
         self.opened = threading.Event()

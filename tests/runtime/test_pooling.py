@@ -271,8 +271,6 @@ def test_an_engine_of_another_task_says_so(embedder: LLM, reranker: Path, tiny_e
 
 def test_a_row_that_is_not_finite_is_an_error_of_its_request(embedder: LLM) -> None:
     class Broken:
-        lora = None
-
         def execute(self, inputs: Any) -> npt.NDArray[np.float32]:
             return np.full((len(inputs.logits_indices), 64), np.nan, np.float32)
 

@@ -79,7 +79,6 @@ def test_a_failed_step_and_logits_that_are_not_finite(tiny_engine: Path, oracle:
     real = llm.engine.backend
 
     class Failing:
-        lora = None
         calls = 0
 
         def execute(self, inputs: Any) -> Any:
@@ -98,8 +97,6 @@ def test_a_failed_step_and_logits_that_are_not_finite(tiny_engine: Path, oracle:
     check(job.output(), oracle)
 
     class Nan:
-        lora = None
-
         def execute(self, inputs: Any) -> Any:
             logits = real.execute(inputs)
             logits[0] = np.nan

@@ -80,8 +80,6 @@ def test_answers_are_those_without_speculation(
 class FixedBackend:
     """The same distribution after every token."""
 
-    lora = None
-
     def __init__(self, logits: list[float], vocab_size: int) -> None:
         self.row = np.full(vocab_size, -np.inf, np.float32)
         self.row[: len(logits)] = logits

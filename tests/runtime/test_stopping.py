@@ -121,8 +121,6 @@ def test_logprobs_are_finite_and_belong_to_the_tokens(llm: LLM) -> None:
 
 def test_a_model_that_gives_nan_aborts_the_request_and_says_why(llm: LLM) -> None:
     class Broken:
-        lora = None
-
         def execute(self, inputs: Any) -> Any:
             import numpy as np
 

@@ -123,8 +123,6 @@ def test_the_gauges_tell_what_runs_and_waits(server: Server) -> None:
 class FailingBackend:
     """Fails in a step that computes the token 7; no step ends before the gate is open."""
 
-    lora = None
-
     def __init__(self, real: Any) -> None:
         self.real = real
         self.gate = threading.Event()
@@ -167,8 +165,6 @@ def test_a_failed_step_fails_its_requests_alone(server: Server, caplog: pytest.L
 
 def test_logits_that_are_no_numbers_end_their_request_with_an_error(server: Server) -> None:
     class Nan:
-        lora = None
-
         def __init__(self, real: Any) -> None:
             self.real = real
 

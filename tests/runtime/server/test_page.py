@@ -121,8 +121,6 @@ def test_an_error_is_shown_and_the_chat_goes_on(page: Page) -> None:
 class Slow:
     """A backend whose steps take long enough for a person to act."""
 
-    lora = None
-
     def __init__(self, real: Any) -> None:
         self.real = real
 
