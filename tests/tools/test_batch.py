@@ -173,4 +173,4 @@ def test_without_the_extra_it_says_what_to_install(demo_engine: Path, tmp_path: 
     path = write_rows(tmp_path / "in", [])
     status, _, stderr = qwenrt("batch", demo_engine, path, tmp_path / "out", blocked=("fastapi",))
     assert status == 1
-    assert stderr == "qwenrt: error: qwenrt batch needs the module fastapi; run: pip install 'qwenrt[serve]'\n"
+    assert stderr == "qwenrt: error: this needs fastapi; install it with: pip install 'qwenrt[serve]'\n"

@@ -129,7 +129,7 @@ def test_wrong_options_are_one_line(
 def test_without_its_packages_it_says_what_to_install(tiny_engine: Path) -> None:
     status, stdout, stderr = qwenrt("serve", tiny_engine, blocked=("fastapi",))
     assert (status, stdout) == (1, "")
-    assert stderr == "qwenrt: error: qwenrt serve needs the module fastapi; run: pip install 'qwenrt[serve]'\n"
+    assert stderr == "qwenrt: error: this needs fastapi; install it with: pip install 'qwenrt[serve]'\n"
 
 
 def test_a_key_is_asked_for(tiny_engine: Path, serve: Any) -> None:

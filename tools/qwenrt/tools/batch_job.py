@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from qwenrt.runtime.engine_dir import EngineDir
 
 from .loading import load_llm
 from .progress import rows_bar
+from .signals import run_async
 
 
 def answer_here(engine: str, arguments: dict[str, Any], name: str, requests: Path, answers: Path) -> None:
@@ -75,7 +75,7 @@ def _run(requests: Path, results: ResultFile, workers: Callable[[], Sequence[Wor
         async def run() -> BatchReport:
             return await run_batch(RowReader(requests), results, workers(), show)
 
-        report = asyncio.run(run())
+        report = run_async(run())
     click.echo(
         f"{report.answered + report.failed} rows done, {report.failed} of them with an error; "
         f"{report.found} were there already",

@@ -1,4 +1,4 @@
-"""Modules of this package that need the packages of an extra."""
+"""Modules that need the packages of an extra."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from qwenrt.plugins import ConfigError
 
 
 def import_with_extra(module: str, extra: str) -> Any:
-    """The module called `module` in this package; raises ConfigError, saying what to install, if it needs what is missing."""
+    """A module by its name, relative to this package or whole; raises ConfigError if the extra that it needs is missing."""
     try:
         return import_module(module, __package__)
     except ModuleNotFoundError as error:

@@ -10,9 +10,9 @@ from typing import Any
 
 import click
 
-from qwenrt.plugins import ConfigError
 from qwenrt.runtime import LoRARequest
 
+from .extras import import_with_extra
 from .loading import engine_arguments, load_llm
 from .options import engine_options
 
@@ -69,25 +69,22 @@ def command(
       curl localhost:8000/v1/chat/completions -H 'Content-Type: application/json' \\
         -d '{"messages": [{"role": "user", "content": "Hello"}]}'
     """
-    try:
-        from qwenrt.runtime.server.run import ServerOptions, listen, serve
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"qwenrt serve needs the module {error.name}; run: pip install 'qwenrt[serve]'") from None
+    server = import_with_extra("qwenrt.runtime.server.run", "serve")
     if any(not key.strip() or not key.isascii() for key in api_keys):
         raise click.UsageError("--api-key must be ASCII and not empty")
     arguments = engine_arguments(options)
     name = served_model_name or Path(os.path.abspath(engine)).name
     adapters = _adapters(lora_modules, name)
     # The port is taken before the engine is loaded: that it is in use shows at once.
-    with listen(host, port) as bound:
+    with server.listen(host, port) as bound:
         llm = load_llm(engine, arguments)
         logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="qwenrt: %(levelname)s: %(message)s")
         address = f"[{host}]" if ":" in host else host
         url = f"http://{address}:{bound.getsockname()[1]}"
-        serve(
+        server.serve(
             llm,
             bound,
-            ServerOptions(model=name, adapters=adapters, api_keys=api_keys, **options),
+            server.ServerOptions(model=name, adapters=adapters, api_keys=api_keys, **options),
             started=lambda: click.echo(f"serving {name} at {url}", err=True),
         )
 

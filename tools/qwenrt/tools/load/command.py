@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ import click
 from qwenrt.plugins import QwenrtError
 
 from ..progress import spinner
+from ..signals import run_async
 from .load import SHAREGPT_ANSWERS, SHAREGPT_PROMPTS, Load, LogNormal, Range, Sizes
 from .trace import Slo, Trace, summarize
 
@@ -165,7 +165,7 @@ def run_load(options: dict[str, Any]) -> tuple[list[dict[str, Any]], list[list[T
     if not re.match(r"https?://[^/]", options["url"]):
         raise click.UsageError(f"--url is {options['url']!r}; it looks like http://127.0.0.1:8000/v1")
     runs = server_runs(options)
-    traces = asyncio.run(_run_all(options, runs))
+    traces = run_async(_run_all(options, runs))
     slo = slo_of(options)
     return [run.place | summarize(of_run, slo) for run, of_run in zip(runs, traces, strict=True)], traces
 
