@@ -47,9 +47,15 @@ from .streaming import ClientLeftError, EventStream, until_client_leaves
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorResponse} for status in (400, 401, 404, 405, 408, 413, 415, 429, 500, 503, 504)
 }
+# Before OpenAPI 3.2 the schema of a stream is that of an event in it.
+_EVENT = {
+    "type": "object",
+    "required": ["data"],
+    "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
+}
 _STREAMS: dict[int | str, dict[str, Any]] = {
     200: {
-        "content": {"text/event-stream": {"schema": {"type": "string"}}},
+        "content": {"text/event-stream": {"schema": _EVENT}},
         "description": "The answer, or a stream of it",
     }
 }
