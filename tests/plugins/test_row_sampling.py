@@ -12,6 +12,7 @@ import pytest
 
 from qwenrt.plugins.reference import sample_row
 from qwenrt.plugins.row_sampling import GREEDY, sample_rows, sampling_rule
+from tests.logits import LOGIT_KINDS, logits_of
 
 from .ops import isas, using_isa
 
@@ -37,22 +38,8 @@ def rule(temperature: float, **fields: Any) -> bytes:
     return sampling_rule(temperature=temperature, **fields) if temperature else GREEDY
 
 
-def logits_of(kind: str, size: int, rng: np.random.Generator) -> Array:
-    values = rng.normal(0, 3, size)
-    if kind == "flat":
-        values = np.zeros(size)
-    elif kind == "steps":
-        values = rng.integers(-3, 4, size).astype(float)
-    elif kind == "peaked":
-        values[rng.integers(size)] += 30
-    elif kind == "half masked":
-        values[rng.random(size) < 0.5] = -np.inf
-        values[rng.integers(size)] = 0
-    return values.astype(np.float32)
-
-
 @pytest.mark.parametrize("isa", isas())
-@pytest.mark.parametrize("kind", ["normal", "flat", "steps", "peaked", "half masked"])
+@pytest.mark.parametrize("kind", LOGIT_KINDS)
 def test_every_row_gets_the_token_of_the_reference(isa: str, kind: str) -> None:
     rng = np.random.default_rng(len(kind))
     for size in SIZES:

@@ -8,26 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qwenrt.runtime.sampling.processors import Penalties, largest
+from tests.logits import LOGIT_KINDS, logits_of
 
 Array = npt.NDArray[np.float32]
 
 SIZES = st.sampled_from([1, 2, 3, 100, 511, 512, 513, 1500, 4097, 6000])
-KINDS = st.sampled_from(["normal", "flat", "steps", "peaked", "half masked"])
+KINDS = st.sampled_from(LOGIT_KINDS)
 
 
 def values_of(kind: str, size: int, seed: int) -> Array:
-    rng = np.random.default_rng(seed)
-    values = rng.normal(0, 3, size)
-    if kind == "flat":
-        values = np.zeros(size)
-    elif kind == "steps":
-        values = rng.integers(-3, 4, size).astype(float)
-    elif kind == "peaked":
-        values[rng.integers(size)] += 30
-    elif kind == "half masked":
-        values[rng.random(size) < 0.5] = -np.inf
-        values[rng.integers(size)] = 0
-    return values.astype(np.float32)
+    return logits_of(kind, size, np.random.default_rng(seed))
 
 
 def by_rank(values: Array) -> npt.NDArray[np.int64]:
