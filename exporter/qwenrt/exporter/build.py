@@ -18,10 +18,10 @@ from .config import ModelConfig
 from .lower import Lowered, onnxruntime, tensorrt
 from .lower.onnxruntime_weights import Panels, loss
 from .modeling import parameter_sources
+from .tensor_parallel import TensorParallel
 from .trace import trace
 from .weights import Contents, Layout, plan_layout, write_weights
 
-GRAPH_NAME = "model.onnx"
 WEIGHTS_NAME = "model.safetensors"
 _DTYPES = {
     ir.DataType.FLOAT: "float32",
@@ -41,27 +41,32 @@ def write_model(
     manifest: EngineManifest,
     progress: Callable[[str, int, int], None],
 ) -> str | None:
-    """Write `model.onnx` and `model.safetensors` into `folder`, where the tokenizer is.
+    """Write the graph, or that of each rank, and `model.safetensors` into `folder`, where the tokenizer is.
 
     Returns how a quantised checkpoint's matrices were carried over, if they became integers again. Raises ConfigError if the disk
     has no room for them.
     """
     progress("tracing", 0, 1)
     max_model_len = manifest.limits.max_model_len
+    tp = TensorParallel.of(config, manifest.tp)
     model = trace(
         config,
         opset=manifest.opset,
         block_size=manifest.block_size,
         max_model_len=max_model_len,
         kv_dtype=manifest.kv_dtype,
+        tp=tp,
     )
     lowered = _lower(model, config, checkpoint, manifest, folder, progress)
-    layout = _layout(model)
+    layout = _layout(model, tp, config.tie_word_embeddings)
     _check_space(folder, layout.size + _DISK_SLACK)
-    graph = _with_external_data(model, layout)
+    graphs = {
+        manifest.graph_name(rank): _with_external_data(model, layout, tp, rank, config.tie_word_embeddings)
+        for rank in range(tp.size)
+    }
     progress("tracing", 1, 1)
     rope = config.rope.table(max_model_len, config.head_dim)
-    sources = parameter_sources(config)
+    sources = parameter_sources(config, shares_kv=tp.shares_kv)
     again = [
         encoding
         for name, encoding in lowered.encodings.items()
@@ -73,11 +78,12 @@ def write_model(
         folder / WEIGHTS_NAME,
         layout,
         checkpoint,
-        Contents(sources, {"rope": rope, **lowered.computed}, lowered.encodings),
+        Contents(tp.sources(sources), {"rope": rope, **lowered.computed}, lowered.encodings),
         progress=lambda done, total: progress("writing weights", done, total),
     )
-    onnx.save(graph, folder / GRAPH_NAME)
-    onnx.checker.check_model(folder / GRAPH_NAME)
+    for name, graph in graphs.items():
+        onnx.save(graph, folder / name)
+        onnx.checker.check_model(folder / name)
     return f"{len(again)} matrices of {config.quantization} became {manifest.weights} {loss(again)}" if again else None
 
 
@@ -101,12 +107,17 @@ def _lower(
     return tensorrt.lower(model, manifest.dtype, manifest.weights, ranges)
 
 
-def _layout(model: ir.Model) -> Layout:
-    """Where each initializer goes; int4 lies in the file as bytes of two."""
+def _layout(model: ir.Model, tp: TensorParallel, tied: bool) -> Layout:
+    """Where each initializer goes, every rank's slices one below the other; int4 lies in the file as bytes of two."""
     tensors = {}
     for name, value in model.graph.initializers.items():
         assert value.dtype is not None and value.shape is not None and value.shape.is_static()
+        tensor, _, count = tp.place(name, 0, tied)
+        if tensor != name:
+            continue
         shape = value.shape.numpy()
+        if count > 1:
+            shape = (count * shape[0], *shape[1:])
         if value.dtype == ir.DataType.INT4:
             tensors[name] = ("uint8", (*shape[:-1], shape[-1] // 2))
         else:
@@ -114,13 +125,18 @@ def _layout(model: ir.Model) -> Layout:
     return plan_layout(tensors)
 
 
-def _with_external_data(model: ir.Model, layout: Layout) -> onnx.ModelProto:
-    """The model as a protobuf whose initializers lie in the weight file; the shape of every value is inferred and recorded."""
+def _with_external_data(model: ir.Model, layout: Layout, tp: TensorParallel, rank: int, tied: bool) -> onnx.ModelProto:
+    """The model as a protobuf whose initializers lie in the weight file, those of one rank.
+
+    The shape of every value is inferred and recorded.
+    """
     for name, value in model.graph.initializers.items():
-        place = layout.tensors[name]
+        tensor, index, count = tp.place(name, rank, tied)
+        place = layout.tensors[tensor]
+        length = place.length // count
         assert value.dtype is not None and value.shape is not None
         value.const_value = ir.ExternalTensor(
-            WEIGHTS_NAME, place.offset, place.length, value.dtype, shape=value.shape, name=name
+            WEIGHTS_NAME, place.offset + index * length, length, value.dtype, shape=value.shape, name=name
         )
     graph = ir.to_proto(model)
     # What is recorded is what ONNX's own inference finds, from the inputs alone.

@@ -20,6 +20,7 @@ from qwenrt.runtime.lora import MAX_RANK, LoraAdapter
 from .checkpoint import expected_shapes
 from .config import MAX_POSITIONS, ModelConfig
 from .source import source_of
+from .tensor_parallel import TensorParallel
 from .tensorrt.plans import Notice, Progress, add_plans, plan_capabilities
 
 _LOWERINGS = {"onnxruntime": ".lower.onnxruntime", "tensorrt": ".lower.tensorrt", "tensorrt-rtx": ".lower.tensorrt"}
@@ -40,6 +41,7 @@ def export(
     kv_dtype: str | None = None,
     lora: str | os.PathLike[str] | None = None,
     max_lora_rank: int = 0,
+    tp: int = 1,
     block_size: int = 32,
     max_model_len: int | None = None,
     max_num_seqs: int = 64,
@@ -58,10 +60,11 @@ def export(
     float16 on a GPU. weights: how matrices are stored: float32 (default), float16 or bfloat16 on the CPU; as dtype (default),
     fp8, fp8-channel or int4 on a GPU. kv_dtype: the KV cache's type: float32 (default) or float16 on the CPU; as dtype
     (default) or fp8 on a GPU. lora: folder of a PEFT adapter, merged into the matrices in float32. max_lora_rank: let
-    requests name adapters of up to that rank at run time; 0: none. block_size: tokens in a KV block. max_model_len: tokens in
-    a sequence, by default all positions of the model; more of them are a warning, for the model was not made for that, and
-    with dynamic RoPE scaling they are how it is used. max_num_seqs and max_num_batched_tokens: sequences and tokens in a
-    step. strip_weights: plans without weights; the runtime takes them from the weight file. overwrite: replace an engine
+    requests name adapters of up to that rank at run time; 0: none. tp: ranks that the model's heads and
+    matrices are shared out to, processes or GPUs, which backend torch runs. block_size: tokens in a KV block. max_model_len:
+    tokens in a sequence, by default all positions of the model; more of them are a warning, for the model was not made for
+    that, and with dynamic RoPE scaling they are how it is used. max_num_seqs and max_num_batched_tokens: sequences and tokens
+    in a step. strip_weights: plans without weights; the runtime takes them from the weight file. overwrite: replace an engine
     folder that is there. notice: is told what was built.
 
     The folder appears when it is complete. Raises ConfigError, before anything is written where that can be known, naming what is
@@ -81,6 +84,9 @@ def export(
     report("reading the checkpoint", 0, 1)
     source = source_of(model, task)
     config = source.config
+    TensorParallel.of(config, tp)
+    if tp > 1:
+        _check_sharded(tp, dtype, weights, max_lora_rank)
     if config.experts is not None and target != "onnxruntime":
         raise ConfigError(f"a mixture of experts is not built for {target} yet; take target onnxruntime")
     limits = _limits(config, max_model_len, max_num_seqs, max_num_batched_tokens)
@@ -100,6 +106,7 @@ def export(
         kv_dtype=kv_dtype,
         block_size=block_size,
         max_lora_rank=max_lora_rank,
+        tp=tp,
         limits=limits,
         eos_token_ids=config.eos_token_ids,
         opset=lowering.OPSET,
@@ -155,6 +162,18 @@ def _integer(name: str, value: int, high: int, remedy: str = "") -> int:
     if type(value) is not int or not 1 <= value <= high:
         raise ConfigError(f"{name} is {value!r}, must be an integer from 1 to {high}{remedy}")
     return value
+
+
+def _check_sharded(tp: int, dtype: str, weights: str, max_lora_rank: int) -> None:
+    """Raise ConfigError for what is not split over ranks."""
+    if weights not in ("float32", "float16", "bfloat16"):
+        plain = "float32, float16 or bfloat16" if dtype == "float32" else dtype
+        raise ConfigError(f"weights is {weights!r} and tp is {tp}: what is split over ranks is stored in {plain}")
+    if max_lora_rank:
+        raise ConfigError(
+            f"max_lora_rank is {max_lora_rank} and tp is {tp}: adapters at run time are not split over ranks; merge one with "
+            "--lora"
+        )
 
 
 def _limits(config: ModelConfig, max_model_len: int | None, max_num_seqs: int, max_num_batched_tokens: int) -> Limits:

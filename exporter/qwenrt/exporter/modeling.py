@@ -15,10 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qwenrt.plugins import torch_experts, torch_op  # noqa: F401  (they register torch.ops.qwenrt)
+from qwenrt.plugins import torch_collectives, torch_experts, torch_op  # noqa: F401  (they register torch.ops.qwenrt)
 
 from .config import ModelConfig
 from .experts import ExpertsSpec
+from .tensor_parallel import ONE_RANK, TensorParallel
 
 
 class Batch(NamedTuple):
@@ -43,14 +44,90 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
+class AllReduce(nn.Module):
+    """The sum of all ranks' tensors."""
+
+    def __init__(self, tp: TensorParallel) -> None:
+        super().__init__()
+        self.size = tp.size
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, width] to [T, width]."""
+        y: Tensor = torch.ops.qwenrt.all_reduce(x, self.size)
+        return y
+
+
+class RowParallelLinear(nn.Linear):
+    """A product whose columns are split over the ranks: theirs are summed, and then a bias is added."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool, tp: TensorParallel) -> None:
+        super().__init__(in_features, out_features, bias=bias)
+        self.all_reduce = AllReduce(tp)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, in_features] of this rank to [T, out_features] of all."""
+        y: Tensor = self.all_reduce(F.linear(x, self.weight))
+        return y if self.bias is None else y + self.bias
+
+
+class VocabParallelHead(nn.Linear):
+    """A head whose rows are split over the ranks: each has the logits of its words, and they are put side by side."""
+
+    def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
+        super().__init__(config.hidden_size, config.vocab_size // tp.size, bias=False)
+        self.all_gather = AllGather(tp)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[R, hidden] to [R, vocab]."""
+        y: Tensor = self.all_gather(super().forward(x))
+        return y
+
+
+class AllGather(nn.Module):
+    """All ranks' columns, in the order of the ranks."""
+
+    def __init__(self, tp: TensorParallel) -> None:
+        super().__init__()
+        self.size = tp.size
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[R, width] to [R, ranks * width]."""
+        y: Tensor = torch.ops.qwenrt.all_gather(x, self.size)
+        return y
+
+
+class SharedKVProjection(nn.Module):
+    """q of this rank beside k and v that it shares with other ranks, so that these lie in the weight file once."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.q_proj = nn.Linear(config.hidden_size, config.q_size, bias=config.attention_bias)
+        self.kv_proj = nn.Linear(config.hidden_size, 2 * config.kv_size, bias=config.attention_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, hidden] to the packed projection [T, q_size + 2 * kv_size]."""
+        return torch.cat((self.q_proj(x), self.kv_proj(x)), dim=-1)
+
+
+def _summed_linear(in_features: int, out_features: int, bias: bool, tp: TensorParallel) -> nn.Linear:
+    """The product after heads or inner values, of which a rank has its own."""
+    if tp.size == 1:
+        return nn.Linear(in_features, out_features, bias=bias)
+    return RowParallelLinear(in_features, out_features, bias, tp)
+
+
 class Qwen3Attention(nn.Module):
     """Projections around PagedAttention."""
 
-    def __init__(self, config: ModelConfig, layer: int, block_size: int) -> None:
+    def __init__(self, config: ModelConfig, layer: int, block_size: int, tp: TensorParallel) -> None:
         super().__init__()
         packed = config.q_size + 2 * config.kv_size
-        self.qkv_proj = nn.Linear(config.hidden_size, packed, bias=config.attention_bias)
-        self.o_proj = nn.Linear(config.q_size, config.hidden_size, bias=config.output_bias)
+        self.qkv_proj: nn.Module = (
+            SharedKVProjection(config)
+            if tp.shares_kv
+            else nn.Linear(config.hidden_size, packed, bias=config.attention_bias)
+        )
+        self.o_proj = _summed_linear(config.q_size, config.hidden_size, config.output_bias, tp)
         norm_size = config.head_dim if config.qk_norm else 0
         self.q_norm = RMSNorm(norm_size, config.rms_norm_eps)
         self.k_norm = RMSNorm(norm_size, config.rms_norm_eps)
@@ -85,10 +162,10 @@ class Qwen3Attention(nn.Module):
 class Qwen3MLP(nn.Module):
     """SwiGLU: down(silu(gate(x)) * up(x))."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
         super().__init__()
         self.gate_up_proj = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        self.down_proj = _summed_linear(config.intermediate_size, config.hidden_size, config.mlp_bias, tp)
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, hidden] to [T, hidden]."""
@@ -110,15 +187,16 @@ class Qwen3Experts(nn.Module):
 class Qwen3SparseMoeBlock(nn.Module):
     """A router, and the experts that it shares tokens out to."""
 
-    def __init__(self, config: ModelConfig, spec: ExpertsSpec) -> None:
+    def __init__(self, config: ModelConfig, spec: ExpertsSpec, tp: TensorParallel) -> None:
         super().__init__()
         self.gate = nn.Linear(config.hidden_size, spec.num_experts, bias=False)
         self.experts = Qwen3Experts(config.hidden_size, spec)
+        self.all_reduce = nn.Identity() if tp.size == 1 else AllReduce(tp)
         self.spec = spec
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, hidden] to [T, hidden]."""
-        y: Tensor = torch.ops.qwenrt.mixture_of_experts(
+        y = torch.ops.qwenrt.mixture_of_experts(
             x,
             self.gate(x),
             self.experts.gate_up_proj,
@@ -130,19 +208,20 @@ class Qwen3SparseMoeBlock(nn.Module):
             self.spec.top_k,
             int(self.spec.norm_topk_prob),
         )
-        return y
+        summed: Tensor = self.all_reduce(y)
+        return summed
 
 
 class Qwen3DecoderLayer(nn.Module):
     """Pre-norm attention and MLP, each added to the residual."""
 
-    def __init__(self, config: ModelConfig, layer: int, block_size: int) -> None:
+    def __init__(self, config: ModelConfig, layer: int, block_size: int, tp: TensorParallel = ONE_RANK) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Qwen3Attention(config, layer, block_size)
+        self.self_attn = Qwen3Attention(config, layer, block_size, tp)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         experts = config.experts if config.experts and config.experts.layers[layer] else None
-        self.mlp = Qwen3SparseMoeBlock(config, experts) if experts else Qwen3MLP(config)
+        self.mlp = Qwen3SparseMoeBlock(config, experts, tp) if experts else Qwen3MLP(config, tp)
 
     def forward(self, x: Tensor, rope: Tensor, batch: Batch, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
         """The residual stream [T, hidden] after this layer, and its cache."""
@@ -154,10 +233,12 @@ class Qwen3DecoderLayer(nn.Module):
 class Qwen3Model(nn.Module):
     """Embedding and decoder layers. The final norm belongs to it by name, and is applied by Qwen3ForCausalLM to few rows."""
 
-    def __init__(self, config: ModelConfig, block_size: int) -> None:
+    def __init__(self, config: ModelConfig, block_size: int, tp: TensorParallel) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Qwen3DecoderLayer(config, layer, block_size) for layer in range(config.num_layers))
+        self.layers = nn.ModuleList(
+            Qwen3DecoderLayer(config, layer, block_size, tp) for layer in range(config.num_layers)
+        )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(
@@ -177,13 +258,18 @@ class Qwen3ForCausalLM(nn.Module):
 
     Task generate: logits of the vocabulary, through lm_head or the embedding if it is tied; classify: logits of the labels,
     through the head `score`; embed: the hidden states themselves.
-    `block_size` is the KV cache's, `max_model_len` the number of positions of the RoPE table.
+    `block_size` is the KV cache's, `max_model_len` the number of positions of the RoPE table. `tp`: this is one of several ranks
+    and has its own part of what `config` describes.
     """
 
-    def __init__(self, config: ModelConfig, *, block_size: int, max_model_len: int) -> None:
+    def __init__(
+        self, config: ModelConfig, *, block_size: int, max_model_len: int, tp: TensorParallel = ONE_RANK
+    ) -> None:
         super().__init__()
-        self.model = Qwen3Model(config, block_size)
-        if config.has_lm_head:
+        self.model = Qwen3Model(tp.rank_view(config), block_size, tp)
+        if config.task == "generate" and tp.size > 1:
+            self.lm_head: nn.Linear = VocabParallelHead(config, tp)
+        elif config.has_lm_head:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.task == "classify":
             self.score = nn.Linear(config.hidden_size, len(config.labels), bias=False)
@@ -208,7 +294,9 @@ class Qwen3ForCausalLM(nn.Module):
         batch = Batch(positions, block_tables, seq_lens, query_start)
         x, kv_caches_out = self.model(input_ids, self.rope, batch, kv_caches)
         x = self.model.norm(torch.index_select(x, 0, logits_indices))
-        if self.config.task == "generate":
+        if isinstance(getattr(self, "lm_head", None), VocabParallelHead):
+            x = self.lm_head(x)
+        elif self.config.task == "generate":
             # F.linear, or a tied head's transpose would become a second copy of the embedding in the graph.
             head = self.lm_head if self.config.has_lm_head else self.model.embed_tokens
             x = F.linear(x, head.weight)
@@ -217,16 +305,19 @@ class Qwen3ForCausalLM(nn.Module):
         return x, kv_caches_out
 
 
-def parameter_sources(config: ModelConfig) -> dict[str, tuple[str, ...]]:
+def parameter_sources(config: ModelConfig, *, shares_kv: bool = False) -> dict[str, tuple[str, ...]]:
     """For each parameter of Qwen3ForCausalLM, the checkpoint tensors that it is made of, one below the other.
 
-    None where a family has no norms of q and k: these parameters are empty.
+    None where a family has no norms of q and k: these parameters are empty. shares_kv: as `TensorParallel` has it. A rank's head
+    that is rows of the embedding is not among them.
     """
     sources: dict[str, tuple[str, ...]] = {"model.embed_tokens.weight": ("model.embed_tokens.weight",)}
-    attention = {
-        "self_attn.qkv_proj": (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), config.attention_bias),
-        "self_attn.o_proj": (("self_attn.o_proj",), config.output_bias),
-    }
+    q, k, v, o = (f"self_attn.{name}_proj" for name in "qkvo")
+    attention = {"self_attn.qkv_proj": ((q, k, v), config.attention_bias), o: ((o,), config.output_bias)}
+    if shares_kv:
+        attention["self_attn.qkv_proj.q_proj"] = ((q,), config.attention_bias)
+        attention["self_attn.qkv_proj.kv_proj"] = ((k, v), config.attention_bias)
+        del attention["self_attn.qkv_proj"]
     mlp = {
         "mlp.gate_up_proj": (("mlp.gate_proj", "mlp.up_proj"), config.mlp_bias),
         "mlp.down_proj": (("mlp.down_proj",), config.mlp_bias),

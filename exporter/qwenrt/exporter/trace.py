@@ -20,10 +20,19 @@ from onnxscript import values
 from onnxscript.onnx_opset import opset23
 from torch.export import Dim
 
-from qwenrt.plugins.schema import DOMAIN, MIXTURE_OF_EXPERTS, PAGED_ATTENTION, OpSpec, register_onnx_schemas
+from qwenrt.plugins.schema import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    DOMAIN,
+    MIXTURE_OF_EXPERTS,
+    PAGED_ATTENTION,
+    OpSpec,
+    register_onnx_schemas,
+)
 
 from .config import ModelConfig
 from .modeling import Qwen3ForCausalLM
+from .tensor_parallel import ONE_RANK, TensorParallel
 
 INDEX_INPUTS = ("input_ids", "positions", "block_tables", "seq_lens", "query_start", "logits_indices")
 
@@ -38,12 +47,23 @@ _SIZES = {"num_tokens": "T", "num_seqs": "S", "num_logits": "R"}
 """The names of the graph's sizes, by those that torch.export has for them: to its algebra, S is not a name."""
 
 
-def trace(config: ModelConfig, *, opset: int, block_size: int, max_model_len: int, kv_dtype: str) -> ir.Model:
-    """Trace Qwen3ForCausalLM in float32. The model's initializers have types and shapes, and no data."""
+def trace(
+    config: ModelConfig,
+    *,
+    opset: int,
+    block_size: int,
+    max_model_len: int,
+    kv_dtype: str,
+    tp: TensorParallel = ONE_RANK,
+) -> ir.Model:
+    """Trace Qwen3ForCausalLM in float32, or what each rank has of it.
+
+    The model's initializers have types and shapes, and no data.
+    """
     register_onnx_schemas()
     with torch.device("meta"):
-        module = Qwen3ForCausalLM(config, block_size=block_size, max_model_len=max_model_len).eval()
-        inputs = _example_inputs(config, block_size, _KV_DTYPES[kv_dtype])
+        module = Qwen3ForCausalLM(config, block_size=block_size, max_model_len=max_model_len, tp=tp).eval()
+        inputs = _example_inputs(tp.rank_view(config), block_size, _KV_DTYPES[kv_dtype])
     layers = range(config.num_layers)
     with _quiet():
         program = torch.onnx.export(
@@ -57,6 +77,8 @@ def trace(config: ModelConfig, *, opset: int, block_size: int, max_model_len: in
             custom_translation_table={
                 torch.ops.qwenrt.paged_attention.default: _node_of(PAGED_ATTENTION),
                 torch.ops.qwenrt.mixture_of_experts.default: _node_of(MIXTURE_OF_EXPERTS),
+                torch.ops.qwenrt.all_reduce.default: _node_of(ALL_REDUCE),
+                torch.ops.qwenrt.all_gather.default: _node_of(ALL_GATHER),
                 torch.ops.aten.split.Tensor: _split,
                 torch.ops.aten.index_select.default: _index_select,
             },

@@ -44,14 +44,30 @@ class Encoding(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
+class Part:
+    """A checkpoint tensor, or one of `count` equal parts of it along `axis`."""
+
+    tensor: str
+    axis: int = 0
+    index: int = 0
+    count: int = 1
+
+    def of(self, tensor: Array) -> Array:
+        """A view of the part."""
+        size = tensor.shape[self.axis] // self.count
+        part: Array = tensor[(slice(None),) * self.axis + (slice(self.index * size, (self.index + 1) * size),)]
+        return part
+
+
+@dataclasses.dataclass(frozen=True)
 class Contents:
     """Where the values of the file's tensors come from.
 
-    sources: for each parameter of the model, the checkpoint tensors that it is made of, one below the other; computed: tensors
-    that are in no checkpoint; encodings: parameters that the file holds encoded.
+    sources: for each parameter of the model, the checkpoint tensors or parts that it is made of, one below the other; computed:
+    tensors that are in no checkpoint; encodings: parameters that the file holds encoded.
     """
 
-    sources: Mapping[str, tuple[str, ...]]
+    sources: Mapping[str, tuple[Part, ...]]
     computed: Mapping[str, Array]
     encodings: Mapping[str, Encoding]
 
@@ -136,17 +152,18 @@ def _chunks(name: str, checkpoint: Checkpoint, contents: Contents) -> Iterator[A
         yield contents.computed[name].reshape(-1)
         return
     for source in contents.sources[name]:
-        flat = checkpoint.read(source).reshape(-1)
-        for start in range(0, flat.size, _CHUNK_ELEMENTS):
-            yield flat[start : start + _CHUNK_ELEMENTS]
-        checkpoint.forget(source)
+        part = source.of(checkpoint.read(source.tensor))
+        rows = max(1, _CHUNK_ELEMENTS // math.prod(part.shape[1:]))
+        for start in range(0, len(part), rows):
+            yield part[start : start + rows].reshape(-1)
+        checkpoint.forget(source.tensor)
 
 
 def _row_blocks(name: str, checkpoint: Checkpoint, contents: Contents) -> Iterator[tuple[Floats, Floats]]:
     """A matrix in blocks of whole rows, float32, with the rows' scales; each but the last has a multiple of 16 rows."""
     rest: list[tuple[Floats, Floats]] = []
     for source in contents.sources[name]:
-        matrix, scales = checkpoint.read(source), checkpoint.row_scales(source)
+        matrix, scales = source.of(checkpoint.read(source.tensor)), checkpoint.row_scales(source.tensor)
         if scales is None:
             scales = np.full(len(matrix), np.nan, np.float32)
         rows = max(1, _BLOCK_ELEMENTS // (16 * matrix.shape[1])) * 16
@@ -158,7 +175,7 @@ def _row_blocks(name: str, checkpoint: Checkpoint, contents: Contents) -> Iterat
             if sum(len(part) for part, _ in rest) == rows:
                 yield _joined(rest)
                 rest = []
-        checkpoint.forget(source)
+        checkpoint.forget(source.tensor)
     if rest:
         yield _joined(rest)
 

@@ -144,6 +144,10 @@ def _linear_shapes(inputs: Sequence[Shape], attributes: Mapping[str, Any]) -> li
     return [(inputs[0][0], scale[0] if scale else inputs[1][0])]
 
 
+def _times(width: Dim, count: int) -> Dim:
+    return width * count if isinstance(width, int) else None
+
+
 def _half(width: Dim) -> Dim:
     return width // 2 if isinstance(width, int) else None
 
@@ -234,7 +238,31 @@ SWIGLU = OpSpec(
     infer_shapes=lambda inputs, attributes: [(inputs[0][0], _half(inputs[0][1]))],
 )
 
-OPS = (PAGED_ATTENTION, LINEAR, EMBEDDING, MIXTURE_OF_EXPERTS, SWIGLU)
+_GROUP_SIZE = Attribute("group_size", int, "how many ranks run this graph together")
+
+ALL_REDUCE = OpSpec(
+    name="AllReduce",
+    version=1,
+    doc="The sum of the x of all ranks of a tensor-parallel engine. Every rank gets the same, to the last bit.",
+    types={"T": ("float", "float16", "bfloat16")},
+    inputs=(Value("x", "T", "[T, width]", "this rank's addend"),),
+    outputs=(Value("y", "T", "[T, width]", "sum"),),
+    attributes=(_GROUP_SIZE,),
+    infer_shapes=lambda inputs, attributes: [inputs[0]],
+)
+
+ALL_GATHER = OpSpec(
+    name="AllGather",
+    version=1,
+    doc="The x of all ranks of a tensor-parallel engine, side by side in the order of the ranks.",
+    types={"T": ("float", "float16", "bfloat16")},
+    inputs=(Value("x", "T", "[R, width]", "this rank's columns"),),
+    outputs=(Value("y", "T", "[R, group_size * width]", "all columns"),),
+    attributes=(_GROUP_SIZE,),
+    infer_shapes=lambda inputs, attributes: [(inputs[0][0], _times(inputs[0][1], attributes["group_size"]))],
+)
+
+OPS = (PAGED_ATTENTION, LINEAR, EMBEDDING, MIXTURE_OF_EXPERTS, SWIGLU, ALL_REDUCE, ALL_GATHER)
 
 
 def register_onnx_schemas() -> None:

@@ -30,7 +30,7 @@ FORMAT_VERSION = 1
 MANIFEST_NAME = "engine.json"
 _MAX_MANIFEST_BYTES = 1 << 20
 TASKS = ("generate", "embed", "classify")
-_EARLIER = {"task": "generate", "labels": [], "max_lora_rank": 0}
+_EARLIER = {"task": "generate", "labels": [], "max_lora_rank": 0, "tp": 1}
 """What manifests of the same format that were written before these fields mean."""
 _MAX_SIZE = 1 << 24
 """Of every dimension and limit: what a runtime allocates for them stays bounded."""
@@ -88,7 +88,7 @@ class EngineManifest:
 
     `task` says what the graph's `logits` are, for each row that is asked for: logits of the vocabulary (generate), the final
     hidden state (embed), or logits of the `labels` (classify). `max_lora_rank` is the rank that adapters may have at run time; 0:
-    there is no place for any.
+    there is no place for any. `tp` is the number of ranks that the model is split over, each with a graph of its own.
     """
 
     producer: str
@@ -101,6 +101,7 @@ class EngineManifest:
     kv_dtype: str
     block_size: int
     max_lora_rank: int = 0
+    tp: int = 1
     limits: Limits
     eos_token_ids: tuple[int, ...]
     opset: int
@@ -120,9 +121,18 @@ class EngineManifest:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of K and V that one token takes in all layers' pools."""
+        """Bytes of K and V that one token takes in all layers' pools, those of all ranks together."""
         item = _ITEM_BYTES[self.kv_dtype]
-        return self.model.num_layers * 2 * self.model.num_kv_heads * self.model.head_dim * item
+        return self.tp * self.model.num_layers * 2 * self.rank_kv_heads * self.model.head_dim * item
+
+    @property
+    def rank_kv_heads(self) -> int:
+        """K/V heads of one rank: its part of the model's, or one that it shares where there are more ranks than heads."""
+        return max(1, self.model.num_kv_heads // self.tp)
+
+    def graph_name(self, rank: int = 0) -> str:
+        """The file that holds the graph of a rank."""
+        return "model.onnx" if self.tp == 1 else f"model.rank{rank}.onnx"
 
     @property
     def network_name(self) -> str:
@@ -174,6 +184,11 @@ class EngineManifest:
                 raise ConfigError(
                     f"{MANIFEST_NAME}: {name} is {value}, must be 1 to {_MAX_SIZE}; export the engine again"
                 )
+        if not 1 <= self.tp <= self.model.num_heads:
+            raise ConfigError(
+                f"{MANIFEST_NAME}: tp is {self.tp}, must be 1 to model.num_heads ({self.model.num_heads}); export the engine "
+                "again"
+            )
         if self.task not in TASKS:
             raise ConfigError(f"{MANIFEST_NAME}: task is {self.task!r}, must be one of {', '.join(TASKS)}")
         if bool(self.labels) != (self.task == "classify"):

@@ -46,13 +46,16 @@ class KvBudget:
         return self._blocks(manifest, limits, room, "a quarter of the free memory")
 
     def blocks_on_gpu(self, manifest: EngineManifest, limits: Limits, free: int, total: int) -> int:
-        """Blocks of a pool on a GPU that has `total` bytes, of which `free` are left when all else is there."""
+        """Blocks of a pool on a GPU that has `total` bytes, of which `free` are left when all else is there.
+
+        Each rank of an engine has its part of every block on a GPU of its own; `kv_memory` is that of all.
+        """
         fraction = _GPU_FRACTION if self.gpu_memory_fraction is None else self.gpu_memory_fraction
-        room = int(fraction * total) - (total - free)
+        room = (int(fraction * total) - (total - free)) * manifest.tp
         count = self._blocks(
             manifest, limits, room, f"what a gpu_memory_fraction of {fraction} leaves, {max(room, 0)} bytes,"
         )
-        needed = count * manifest.kv_bytes_per_token * manifest.block_size
+        needed = count * manifest.kv_bytes_per_token * manifest.block_size // manifest.tp
         if needed > free:
             raise ConfigError(
                 f"a pool of {count} KV blocks takes {needed} bytes, the GPU has {free} free; lower num_kv_blocks or kv_memory"

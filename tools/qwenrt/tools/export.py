@@ -62,6 +62,13 @@ _DEFAULTS = {name: parameter.default for name, parameter in signature(export).pa
     help="Let requests name LoRA adapters of up to this rank when the engine runs (onnxruntime).",
 )
 @click.option(
+    "--tp",
+    type=COUNT,
+    default=_DEFAULTS["tp"],
+    show_default=True,
+    help="Split the model over so many ranks (tensor parallelism); backend torch runs them, each on a GPU or in a CPU process.",
+)
+@click.option(
     "--block-size", type=COUNT, default=_DEFAULTS["block_size"], show_default=True, help="Tokens in a KV block."
 )
 @click.option("--max-model-len", type=COUNT, help="Tokens in a sequence.  [default: the model's positions]")
@@ -94,6 +101,7 @@ def command(model: str, out: Path, force: bool, **options: Any) -> None:
       qwenrt export ./Qwen3-Embedding-0.6B engines/embedding
       qwenrt export ./Qwen3-0.6B engines/small-cache --kv-dtype float16 --force
       qwenrt export ./Qwen3-0.6B engines/tuned --lora ./adapter
+      qwenrt export ./Qwen3-0.6B engines/two-ranks --tp 2
       qwenrt export ./Qwen3-0.6B engines/gpu --target tensorrt
       qwenrt export ./Qwen3-0.6B engines/rtx --target tensorrt-rtx --compute-capability 8.9
     """

@@ -164,9 +164,12 @@ def _print(report: dict[str, Any]) -> None:
             "made by": report["producer"],
             "computes in": report["dtype"],
             "weights": report["weights"],
+            "tensor parallel": f"{report['tp']} ranks",
             "limits": f"{limits['max_num_seqs']} sequences and {limits['max_num_batched_tokens']} tokens a step, "
             f"{limits['max_model_len']} tokens a sequence",
         }
+        if report["tp"] == 1:
+            del shape["tensor parallel"]
         if report["target"] != "onnxruntime" and not plans:
             shape["plans"] = f"none; build one with: qwenrt build {report['path']}"
     else:

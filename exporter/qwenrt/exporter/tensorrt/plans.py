@@ -115,6 +115,10 @@ def _build(
     """Build a plan at the path `built`."""
     manifest = engine.manifest
     title = TITLES[manifest.target]
+    if manifest.tp > 1:
+        raise ConfigError(
+            f"{title} does not run engines of several ranks here; backend torch runs this one on {manifest.tp} GPUs"
+        )
     plugin_library, capability = _prerequisites(manifest, capability, strip_weights)
     profiles = plan_profiles(manifest)
     request = Request(

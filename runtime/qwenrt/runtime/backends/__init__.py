@@ -58,16 +58,23 @@ def load_backend(
     threads: int,
     max_loras: int = 1,
 ) -> Backend:
-    """The backend called `name`, by default the one that the engine was made for, over `engine`.
+    """The backend called `name`, by default the one that the engine was made for, over `engine`; torch for one of several ranks.
 
     device: "cpu", "cuda" or "cuda:N". limits: of a step. budget: for the KV pool. threads: compute threads on the CPU. max_loras:
     slots for adapters. Raises
     ConfigError if backend or device is not known, or the engine does not run there.
     """
+    tp, on_cpu = engine.manifest.tp, engine.manifest.target == "onnxruntime"
     if name is None:
-        name = "onnxruntime" if engine.manifest.target == "onnxruntime" else "tensorrt"
+        name = "torch" if tp > 1 else "onnxruntime" if on_cpu else "tensorrt"
     if name not in _DEVICES:
         raise ConfigError(f"backend is {name!r}, must be one of: {', '.join(_DEVICES)}")
+    if tp > 1 and name != "torch":
+        raise ConfigError(
+            f"{engine.path} is split over {tp} ranks, which backend {name} cannot run; use --backend torch"
+        )
+    if tp > 1 and device is None and not on_cpu:
+        device = "cuda"
     kind, index = _parse_device(device or _DEVICES[name][0])
     if kind not in _DEVICES[name]:
         raise ConfigError(f"device is {device!r}, backend {name} runs on: {', '.join(_DEVICES[name])}")
@@ -78,9 +85,14 @@ def load_backend(
     if name == "torch":
         from .torch import TorchBackend
 
+        device = f"cuda:{index}" if kind == "cuda" else "cpu"
+        if tp > 1:
+            from .tensor_parallel import TensorParallelBackend
+
+            return TensorParallelBackend(engine, device=device, limits=limits, budget=budget, threads=threads)
         return TorchBackend(
             engine,
-            device=f"cuda:{index}" if kind == "cuda" else "cpu",
+            device=device,
             limits=limits,
             budget=budget,
             threads=threads,

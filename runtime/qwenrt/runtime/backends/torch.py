@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -25,22 +26,25 @@ from . import KV_DTYPES
 
 try:
     import onnx
-    import safetensors
     import torch
     import torch.nn.functional as F
     from onnx import numpy_helper
 
     from qwenrt.plugins import torch_experts, torch_op
+
+    from .rank_group import RankGroup
 except ImportError as error:
     raise ConfigError(f"backend torch needs {error.name}; install it with: pip install 'qwenrt[export]'") from error
 
 Tensor = torch.Tensor
-_DTYPES = {
+_DTYPES: dict[int, torch.dtype] = {
     onnx.TensorProto.FLOAT: torch.float32,
     onnx.TensorProto.FLOAT16: torch.float16,
     onnx.TensorProto.BFLOAT16: torch.bfloat16,
     onnx.TensorProto.INT32: torch.int32,
     onnx.TensorProto.INT64: torch.int64,
+    onnx.TensorProto.INT8: torch.int8,
+    onnx.TensorProto.UINT8: torch.uint8,
 }
 
 
@@ -112,6 +116,7 @@ def _paged_attention(*tensors: Tensor, **attributes: Any) -> tuple[Tensor, Tenso
 _OPERATORS: dict[str, Callable[..., Any]] = {
     "Add": torch.add,
     "Cast": lambda data, *, to, saturate=1: data.to(_DTYPES[to]),
+    "Concat": lambda *tensors, axis: torch.cat(tensors, axis),
     "Gather": _gather,
     "Gemm": _gemm,
     "MatMul": torch.matmul,
@@ -129,9 +134,16 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
 class Program:
     """Nodes of an ONNX graph, in their order, as torch calls."""
 
-    def __init__(self, nodes: Iterable[onnx.NodeProto]) -> None:
-        """Raises ConfigError if there is an operator that is not known."""
-        self._calls = [_compile(node) for node in nodes]
+    def __init__(self, nodes: Iterable[onnx.NodeProto], group: RankGroup | None = None) -> None:
+        """Raises ConfigError if there is an operator that is not known. group: of ranks that run these nodes together."""
+        operators = _OPERATORS
+        if group is not None:
+            operators = {
+                **_OPERATORS,
+                "qwenrt::AllReduce": group.all_reduce,
+                "qwenrt::AllGather": group.all_gather,
+            }
+        self._calls = [_compile(node, operators) for node in nodes]
         self._uses = Counter(name for _, input_names, _ in self._calls for name in input_names)
 
     @torch.inference_mode()
@@ -149,25 +161,38 @@ class Program:
 
 
 class TorchBackend:
-    """The ONNX graph of an engine as a list of torch calls; weights are mapped from model.safetensors."""
+    """The ONNX graph of an engine as a list of torch calls; weights are mapped from model.safetensors.
+
+    group: of an engine that is split over ranks, makes the group of them, of which this is number `rank`.
+    """
 
     def __init__(
-        self, engine: EngineDir, *, device: str, limits: Limits, budget: KvBudget, threads: int, max_loras: int = 1
+        self,
+        engine: EngineDir,
+        *,
+        device: str,
+        limits: Limits,
+        budget: KvBudget,
+        threads: int,
+        max_loras: int = 1,
+        rank: int = 0,
+        group: Callable[[torch.device], RankGroup] | None = None,
     ) -> None:
         torch.set_num_threads(threads)
         manifest, spec = engine.manifest, engine.manifest.model
         self._device = torch.device(device)
-        _check_device(self._device, engine)
-        graph = onnx.load(engine.file("model.onnx"), load_external_data=False).graph
+        check_device(self._device, engine)
+        self._group = None if group is None else group(self._device)
+        graph = onnx.load(engine.file(manifest.graph_name(rank)), load_external_data=False).graph
+        self._program = Program(graph.node, self._group)
         constants = load_constants(engine, graph.initializer)
         self._constants = {name: tensor.to(self._device) for name, tensor in constants.items()}
-        self._program = Program(graph.node)
         shapes = {value.name: _last_sizes(value) for value in graph.input}
         self.lora = LoraStacks(spec, shapes, max_loras) if manifest.max_lora_rank else None
         if self.lora is not None:
             # On the CPU these are the stacks themselves, whatever is put into them later.
             self._constants |= {name: torch.from_numpy(array) for name, array in self.lora.arrays.items()}
-        self._cache_shape = (2, spec.num_kv_heads, manifest.block_size, spec.head_dim)
+        self._cache_shape = (2, manifest.rank_kv_heads, manifest.block_size, spec.head_dim)
         self._numpy_dtype = np.dtype(KV_DTYPES[manifest.kv_dtype])
         self._cache_dtype = getattr(torch, self._numpy_dtype.name)
         self._num_layers = spec.num_layers
@@ -178,6 +203,8 @@ class TorchBackend:
             self.num_kv_blocks = budget.blocks_on_gpu(manifest, limits, *torch.cuda.mem_get_info(self._device))
         else:
             self.num_kv_blocks = budget.blocks_on_host(manifest, limits)
+        if self._group is not None:
+            self.num_kv_blocks = self._group.smallest(self.num_kv_blocks)
         self._kv_caches = self._make_pool(self.num_kv_blocks)
 
     def _make_pool(self, num_blocks: int) -> dict[str, Tensor]:
@@ -207,6 +234,11 @@ class TorchBackend:
             raise DeviceError(f"PyTorch on {self._device}: {error}") from error
         return logits
 
+    def abort(self) -> None:
+        """Let a step that waits for another rank fail."""
+        if self._group is not None:
+            self._group.abort()
+
     def read_kv_blocks(self, layer: int, blocks: npt.NDArray[np.int32]) -> npt.NDArray[Any]:
         """A copy of blocks of a layer's pool, [len(blocks), 2, num_kv_heads, block_size, head_dim]."""
         values = self._kv_caches[f"kv_cache.{layer}"][self._index(blocks)].cpu()
@@ -227,7 +259,7 @@ def _last_sizes(value: onnx.ValueInfoProto) -> tuple[int, int]:
     return sizes[-2], sizes[-1]
 
 
-def _check_device(device: torch.device, engine: EngineDir) -> None:
+def check_device(device: torch.device, engine: EngineDir) -> None:
     """Raise ConfigError if the device is not there, or the op has no kernel on it for this engine's type."""
     dtype = engine.manifest.dtype
     if device.type == "cpu":
@@ -266,20 +298,33 @@ def _padding_step(limits: Limits) -> StepInputs:
 
 
 def load_constants(engine: EngineDir, initializers: Iterable[onnx.TensorProto]) -> dict[str, Tensor]:
-    """Initializers of a graph by name: small ones from the graph itself, the rest mapped from the safetensors file."""
+    """Initializers of a graph by name: small ones from the graph itself, the rest mapped from the safetensors file.
+
+    Raises ConfigError if the graph looks for one where that file has none.
+    """
+    path = engine.file("model.safetensors")
+    weights = torch.from_file(str(path), size=path.stat().st_size, dtype=torch.uint8)
     constants = {}
-    with safetensors.safe_open(engine.file("model.safetensors"), framework="pt") as weights:
-        for initializer in initializers:
-            if initializer.data_location == onnx.TensorProto.EXTERNAL:
-                constants[initializer.name] = weights.get_tensor(initializer.name)
-            else:
-                constants[initializer.name] = torch.from_numpy(numpy_helper.to_array(initializer).copy())
+    for initializer in initializers:
+        if initializer.data_location == onnx.TensorProto.EXTERNAL:
+            place = {entry.key: int(entry.value) for entry in initializer.external_data if entry.key != "location"}
+            start, length = place["offset"], place["length"]
+            dtype, shape = _DTYPES[initializer.data_type], tuple(initializer.dims)
+            if not 0 <= start <= start + length <= len(weights) or length != math.prod(shape) * dtype.itemsize:
+                raise ConfigError(
+                    f"{engine.path}: {initializer.name} does not lie in {path.name}; export the engine again"
+                )
+            constants[initializer.name] = weights[start : start + length].view(dtype).view(shape)
+        else:
+            constants[initializer.name] = torch.from_numpy(numpy_helper.to_array(initializer).copy())
     return constants
 
 
-def _compile(node: onnx.NodeProto) -> tuple[Callable[..., Any], list[str], list[str]]:
+def _compile(
+    node: onnx.NodeProto, operators: Mapping[str, Callable[..., Any]]
+) -> tuple[Callable[..., Any], list[str], list[str]]:
     name = f"{node.domain}::{node.op_type}" if node.domain else node.op_type
-    operator = _OPERATORS.get(name)
+    operator = operators.get(name)
     if operator is None:
         raise ConfigError(
             f"backend torch does not know the operator {name} of node {node.name}; use backend onnxruntime"

@@ -58,6 +58,11 @@ def compare_engine(
             f"{engine.path} has places for adapters, which are no part of a comparison; compare an export without "
             "--max-lora-rank, which computes the same"
         )
+    if engine.manifest.tp > 1:
+        raise ConfigError(
+            f"{engine.path} is split over {engine.manifest.tp} ranks, each with a graph and a KV pool of its own, which are not "
+            "compared; compare an export without --tp, which computes the same"
+        )
     if perplexity is not None and engine.manifest.task != "generate":
         raise ConfigError(
             f"{engine.path} is for the task {engine.manifest.task}, which has no perplexity; leave it out"
