@@ -6,7 +6,9 @@ It is computed by onnx.reference, which knows every type and rounds after every 
 from __future__ import annotations
 
 import re
+import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +194,63 @@ def test_the_graph_computes_what_the_model_does(folders: Any, tiny_checkpoint: P
         assert logits.dtype == np.float32
         assert relative_error(logits, expected) < (LOGITS_FLOAT8 if weights.startswith("fp8") else LOGITS[dtype])
     assert all(cache.dtype == NUMPY[dtype] for cache in caches)
+
+
+class Exchange:
+    """Where ranks that run in threads of their own meet."""
+
+    def __init__(self, size: int) -> None:
+        self._barrier = threading.Barrier(size, timeout=60)
+        self._given: dict[int, npt.NDArray[Any]] = {}
+
+    def of_all(self, rank: int, x: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
+        """What every rank gives, in their order."""
+        self._given[rank] = x
+        self._barrier.wait()
+        values = [value for _, value in sorted(self._given.items())]
+        self._barrier.wait()
+        return values
+
+
+def dist_collective(exchange: Exchange, rank: int) -> type[OpRun]:
+    """TensorRT's node for a rank: https://docs.nvidia.com/deeplearning/tensorrt/latest/_static/operators/DistCollective.html"""
+
+    def run_node(self: OpRun, x: npt.NDArray[Any], **attributes: Any) -> tuple[npt.NDArray[Any]]:
+        assert (attributes["nb_rank"], attributes["root"]) == (2, -1)
+        values = exchange.of_all(rank, x)
+        kind = attributes["collective_operation"], attributes["reduce_op"]
+        if kind == ("all_gather", "none"):
+            return (np.concatenate(values),)
+        assert kind == ("all_reduce", "sum")
+        return (np.sum([value.astype(np.float32) for value in values], axis=0).astype(x.dtype),)
+
+    return type("DistCollective", (OpRun,), {"op_domain": DOMAIN, "_run": run_node})
+
+
+def test_the_graphs_of_two_ranks_compute_together_what_that_of_one_does(
+    folders: Any, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    engine = export_graph(tiny_checkpoint, tmp_path / "engine", tp=2)
+    step = make_step([(list(range(15)), 0), (list(range(40, 45)), 0)], scattered_blocks(2, 3, 8))
+    exchange = Exchange(2)
+
+    def logits(graph: Path, kv_heads: int, *ops: type[OpRun]) -> npt.NDArray[np.float32]:
+        shape = (8, 2, kv_heads, BLOCK_SIZE, 32)
+        caches = {f"kv_cache.{layer}": np.zeros(shape, NUMPY["bfloat16"]) for layer in range(4)}
+        evaluator = ReferenceEvaluator(onnx.load(graph), new_ops=[PagedAttention, *ops])
+        found: npt.NDArray[np.float32] = evaluator.run(["logits"], step._asdict() | caches)[0]
+        return found
+
+    with ThreadPoolExecutor(2) as threads:
+        ranks = [
+            threads.submit(logits, engine / f"model.rank{rank}.onnx", 1, dist_collective(exchange, rank))
+            for rank in range(2)
+        ]
+        first, second = (rank.result() for rank in ranks)
+    np.testing.assert_array_equal(first, second)
+    expected = logits(folders("bfloat16", "bfloat16") / "model.onnx", 2)
+    assert first.shape == expected.shape == (20, 320)
+    assert relative_error(first, expected) < LOGITS["bfloat16"]
 
 
 @pytest.mark.parametrize(("task", "width"), [("embed", 64), ("classify", 3)])

@@ -24,7 +24,7 @@ from qwenrt.exporter.tensorrt import process
 from qwenrt.exporter.tensorrt.profiles import plan_profiles
 from qwenrt.plugins import ConfigError, library
 from qwenrt.plugins.schema import PLAN_VERSION
-from qwenrt.runtime import EngineDir
+from qwenrt.runtime import LLM, EngineDir
 from qwenrt.runtime.plan import Plan
 from qwenrt.tools.make_checkpoint import SHAPES, make_checkpoint
 from tests.checkpoints import write_checkpoint
@@ -84,8 +84,24 @@ def test_a_checkpoint_becomes_a_complete_folder_for_two_gpu_generations(demo: Pa
         content = folder.file(plan.file).read_bytes()
         assert len(content) > folder.file("model.safetensors").stat().st_size
         assert content.count(b"PagedAttention") >= 4
-        assert manifest.network_name.encode() in content
+        assert manifest.network_name().encode() in content
     assert {path.name for path in demo.iterdir()} == {"engine.json", *manifest.files}
+
+
+def test_every_rank_of_a_split_engine_has_a_plan_with_tensorrts_own_collectives(tmp_path: Path) -> None:
+    """What TensorRT's parser and builder take of them; to run them takes two GPUs."""
+    engine = export(DEMO, tmp_path / "engine", target="tensorrt-rtx", tp=2, compute_capabilities=["8.9"])
+    engine.verify()
+    plans = engine.manifest.plans
+    assert [(plan.rank, plan.file) for plan in plans] == [(r, f"model.rank{r}.sm89-{RTX}.plan") for r in range(2)]
+    whole = engine.file("model.safetensors").stat().st_size
+    for plan in plans:
+        content = engine.file(plan.file).read_bytes()
+        assert engine.manifest.network_name(plan.rank).encode() in content
+        assert b"model.layers.3.mlp.down_proj.all_reduce" in content
+        assert len(content) < 2 * whole
+    with pytest.raises(ConfigError, match="which backend tensorrt cannot run; use --backend torch"):
+        LLM(engine.path, backend="tensorrt")
 
 
 def test_a_plan_is_added_and_replaced_without_the_checkpoint(engine: Path) -> None:

@@ -61,10 +61,9 @@ class SafetensorsFile:
         count = math.prod(info.shape)
         return np.frombuffer(self._map, _NUMPY[info.dtype], count, info.start).reshape(info.shape)
 
-    def raw(self, name: str) -> npt.NDArray[np.uint8]:
-        """The tensor's bytes, of whatever type, as a view of the mapped file."""
-        info = self.tensors[name]
-        return np.frombuffer(self._map, np.uint8, info.end - info.start, info.start)
+    def raw(self, start: int, length: int) -> npt.NDArray[np.uint8]:
+        """Bytes of the file, as a view of the mapped file."""
+        return np.frombuffer(self._map, np.uint8, length, start)
 
     def forget(self, name: str) -> None:
         """Let the kernel drop the tensor's pages from this process; a later read maps them again."""

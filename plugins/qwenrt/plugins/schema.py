@@ -40,9 +40,9 @@ class Attribute:
     """An attribute; required if it has no default."""
 
     name: str
-    kind: type[int] | type[float]
+    kind: type[int] | type[float] | type[str]
     doc: str
-    default: int | float | None = None
+    default: int | float | str | None = None
 
 
 @dataclass(frozen=True)
@@ -238,6 +238,13 @@ SWIGLU = OpSpec(
     infer_shapes=lambda inputs, attributes: [(inputs[0][0], _half(inputs[0][1]))],
 )
 
+
+def _collective_shapes(inputs: Sequence[Shape], attributes: Mapping[str, Any]) -> list[Shape]:
+    rows, width = inputs[0]
+    gathers = attributes["collective_operation"] == b"all_gather"
+    return [(_times(rows, attributes["nb_rank"]) if gathers else rows, width)]
+
+
 _GROUP_SIZE = Attribute("group_size", int, "how many ranks run this graph together")
 
 ALL_REDUCE = OpSpec(
@@ -262,7 +269,26 @@ ALL_GATHER = OpSpec(
     infer_shapes=lambda inputs, attributes: [(inputs[0][0], _times(inputs[0][1], attributes["group_size"]))],
 )
 
-OPS = (PAGED_ATTENTION, LINEAR, EMBEDDING, MIXTURE_OF_EXPERTS, SWIGLU, ALL_REDUCE, ALL_GATHER)
+DIST_COLLECTIVE = OpSpec(
+    name="DistCollective",
+    version=1,
+    doc=(
+        "What TensorRT has for AllReduce and AllGather: its ONNX parser, of 10.16 and later, makes a layer over NCCL of a node "
+        "of this name, whatever its domain. all_reduce sums, all_gather puts the ranks' rows one below the other."
+    ),
+    types={"T": ("float", "float16", "bfloat16")},
+    inputs=(Value("x", "T", "[rows, width]", "this rank's"),),
+    outputs=(Value("y", "T", "[rows, width] or [nb_rank * rows, width]", "all ranks'"),),
+    attributes=(
+        Attribute("collective_operation", str, "all_reduce or all_gather"),
+        Attribute("reduce_op", str, "sum with all_reduce, else none"),
+        Attribute("nb_rank", int, "how many ranks run this graph together"),
+        Attribute("root", int, "-1: these have none", -1),
+    ),
+    infer_shapes=_collective_shapes,
+)
+
+OPS = (PAGED_ATTENTION, LINEAR, EMBEDDING, MIXTURE_OF_EXPERTS, SWIGLU, ALL_REDUCE, ALL_GATHER, DIST_COLLECTIVE)
 
 
 def register_onnx_schemas() -> None:
@@ -283,7 +309,7 @@ def _onnx_schema(spec: OpSpec) -> Any:
         return OpSchema.FormalParameter(value.name, value.type, f"{value.shape}: {value.doc}", param_option=option)
 
     def attribute(item: Attribute) -> OpSchema.Attribute:
-        kind = OpSchema.AttrType.INT if item.kind is int else OpSchema.AttrType.FLOAT
+        kind = {int: OpSchema.AttrType.INT, float: OpSchema.AttrType.FLOAT, str: OpSchema.AttrType.STRING}[item.kind]
         if item.default is None:
             return OpSchema.Attribute(item.name, kind, item.doc, required=True)
         return OpSchema.Attribute(item.name, onnx.helper.make_attribute(item.name, item.default), item.doc)

@@ -58,11 +58,11 @@ def gpu_compute_capability() -> str:
     return f"{major.value}.{minor.value}"
 
 
-def plan_file(target: str, compute_capability: str, version: str) -> str:
-    """The file name of a plan: GPU architecture and release, such as model.sm90-trt10.14.1.plan or model.sm89-rtx1.7.1.plan."""
+def plan_file(target: str, compute_capability: str, version: str, graph: str = "model.onnx") -> str:
+    """The file name of a plan: of its graph, GPU architecture and release, such as model.sm90-trt10.14.1.plan."""
     release = ".".join(version.split(".")[:3])
     library = {"tensorrt": "trt", "tensorrt-rtx": "rtx"}[target]
-    return f"model.sm{compute_capability.replace('.', '')}-{library}{release}.plan"
+    return f"{graph.removesuffix('.onnx')}.sm{compute_capability.replace('.', '')}-{library}{release}.plan"
 
 
 def library_with_unversioned_name(target: str) -> Path | None:

@@ -31,6 +31,7 @@ MANIFEST_NAME = "engine.json"
 _MAX_MANIFEST_BYTES = 1 << 20
 TASKS = ("generate", "embed", "classify")
 _EARLIER = {"task": "generate", "labels": [], "max_lora_rank": 0, "tp": 1}
+_EARLIER_PLAN = {"rank": 0}
 """What manifests of the same format that were written before these fields mean."""
 _MAX_SIZE = 1 << 24
 """Of every dimension and limit: what a runtime allocates for them stays bounded."""
@@ -134,10 +135,10 @@ class EngineManifest:
         """The file that holds the graph of a rank."""
         return "model.onnx" if self.tp == 1 else f"model.rank{rank}.onnx"
 
-    @property
-    def network_name(self) -> str:
+    def network_name(self, rank: int = 0) -> str:
         """What a plan of this folder is called inside: the same for the same graph and weights only."""
-        digests = "".join(self.files[name].sha256 for name in ("model.onnx", "model.safetensors") if name in self.files)
+        names = (self.graph_name(rank), "model.safetensors")
+        digests = "".join(self.files[name].sha256 for name in names if name in self.files)
         return f"qwenrt-{hashlib.sha256(digests.encode()).hexdigest()[:32]}"
 
     def to_json(self) -> str:
@@ -168,7 +169,10 @@ class EngineManifest:
             raise ConfigError(
                 f"{MANIFEST_NAME}: format_version is {version!r}, this qwenrt reads {FORMAT_VERSION}; export the engine again"
             )
-        manifest: EngineManifest = _decode(cls, {**_EARLIER, **value}, "")
+        value = {**_EARLIER, **value}
+        if isinstance(plans := value.get("plans"), list):
+            value["plans"] = [{**_EARLIER_PLAN, **plan} if isinstance(plan, dict) else plan for plan in plans]
+        manifest: EngineManifest = _decode(cls, value, "")
         manifest._check_ranges()
         return manifest
 
@@ -210,6 +214,8 @@ class EngineManifest:
                 plan.check()
             except ConfigError as error:
                 raise ConfigError(f"{MANIFEST_NAME}: {error}; export the engine again") from None
+            if not 0 <= plan.rank < self.tp:
+                raise ConfigError(f"{MANIFEST_NAME}: rank of {plan.file} is {plan.rank}, tp is {self.tp}")
             if plan.file not in self.files:
                 raise ConfigError(f"{MANIFEST_NAME}: plans holds {plan.file!r}, which is not in files")
 
@@ -407,7 +413,7 @@ def add_plan(engine: EngineDir, plan: Plan, built: Path) -> EngineDir:
     """
     entry = _synced_entry(built)
     # The graph is the one file of a folder that is never replaced.
-    with engine.file("model.onnx").open("rb") as graph:
+    with engine.file(engine.manifest.graph_name(plan.rank)).open("rb") as graph:
         fcntl.flock(graph, fcntl.LOCK_EX)
         manifest = EngineDir.open(engine.path).manifest
         files = {name: file for name, file in manifest.files.items() if name != plan.file}

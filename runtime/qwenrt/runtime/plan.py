@@ -31,9 +31,13 @@ class Profile:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A serialised TensorRT engine; `profiles` are in TensorRT's order, the first for decoding and the second for the rest."""
+    """A serialised TensorRT engine; `profiles` are in TensorRT's order, the first for decoding and the second for the rest.
+
+    `rank` is that of the graph that it was built from, 0 in an engine of one rank.
+    """
 
     file: str
+    rank: int = 0
     compute_capability: str
     tensorrt_version: str
     plan_version: int

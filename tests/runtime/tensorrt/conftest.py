@@ -46,7 +46,7 @@ def fake_build(folder: Path, **changes: Any) -> Plan:
             **changes,
         }
     )
-    text = {"folder": str(folder), "network": engine.manifest.network_name, **dataclasses.asdict(plan)}
+    text = {"folder": str(folder), "network": engine.manifest.network_name(), **dataclasses.asdict(plan)}
     built = folder.parent / f"{folder.name}.plan"
     built.write_text(json.dumps(text))
     add_plan(engine, plan, built)

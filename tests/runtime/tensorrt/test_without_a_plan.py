@@ -25,7 +25,7 @@ def test_tokens_over_the_emulated_kernels(unbuilt: Path, cpu: LLM, monkeypatch: 
     def over_the_emulator(inputs: Mapping[str, Tensor], values: Mapping[str, float]) -> Tensor:
         return torch_cuda.launch(kernels, inputs, values, 0)
 
-    monkeypatch.setattr(torch_backend, "_check_device", lambda device, engine: None)
+    monkeypatch.setattr(torch_backend, "check_device", lambda device, engine: None)
     monkeypatch.setattr(torch_op, "_check_types", lambda inputs: None)
     monkeypatch.setattr(torch_op, "_on_cpu", over_the_emulator)
     llm = LLM(unbuilt, backend="torch", device="cpu", num_kv_blocks=16, max_num_seqs=3, threads=1)

@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from qwenrt.plugins.schema import ALL_GATHER, ALL_REDUCE, DIST_COLLECTIVE, DOMAIN, register_onnx_schemas
+
 from . import Lowered
 from .tensorrt_weights import FORMATS, Ranges, quantize
 
@@ -32,8 +34,9 @@ def lower(model: ir.Model, dtype: str, weights: str, ranges: Ranges | None) -> L
     """Change a float32 trace in place into a graph of `dtype`, for a strongly typed network: every type is what the graph says.
 
     A norm is what transformers' Qwen3RMSNorm does: normalised in float32, rounded to `dtype`, times the weight in `dtype`. The
-    RoPE table stays float32; PagedAttention's softmax and sums are float32 by its spec. weights: `dtype`, or a format with Q/DQ
-    nodes before the Gemms, of which fp8 and fp8-channel need `ranges`. Raises ConfigError if the matrices do not suit the format.
+    RoPE table stays float32; PagedAttention's softmax and sums are float32 by its spec. What ranks exchange goes through
+    TensorRT's own collective layer. weights: `dtype`, or a format with Q/DQ nodes before the Gemms, of which fp8 and fp8-channel
+    need `ranges`. Raises ConfigError if the matrices do not suit the format.
     """
     element = ir.DataType[dtype.upper()]
     for value in model.graph.initializers.values():
@@ -43,6 +46,7 @@ def lower(model: ir.Model, dtype: str, weights: str, ranges: Ranges | None) -> L
         if node.op_type == "RMSNormalization":
             _normalise_in_float32(model.graph, node, element)
     quantized = Lowered() if weights == dtype else quantize(model, weights, dtype, ranges)
+    _map_collectives(model.graph)
     _cast_logits(model.graph, element)
     ones = model.graph.initializers[_ONES].shape.numpy()
     return Lowered({_ONES: np.ones(ones, np.float32), **quantized.computed}, quantized.encodings)
@@ -62,6 +66,32 @@ def _normalise_in_float32(graph: ir.Graph, node: ir.Node, element: ir.DataType) 
     scaled = _node("Mul", [rounded.outputs[0], weight], {}, node.name)
     nodes = [widened, normal, rounded, scaled]
     ir.convenience.replace_nodes_and_values(graph, node, [node], nodes, [output], [scaled.outputs[0]])
+
+
+def _map_collectives(graph: ir.Graph) -> None:
+    """Let the nodes by which ranks exchange values be those that TensorRT's parser knows, which gathers rows and not columns."""
+    register_onnx_schemas()
+    for node in list(graph):
+        if node.op_type not in (ALL_REDUCE.name, ALL_GATHER.name):
+            continue
+        x, output, name = node.inputs[0], node.outputs[0], node.name
+        ranks = node.attributes["group_size"].as_int()
+        if node.op_type == ALL_REDUCE.name:
+            nodes = [_collective(x, "all_reduce", "sum", ranks, name)]
+        else:
+            columns = _node("Transpose", [x], {"perm": [1, 0]}, f"{name}.columns")
+            gathered = _collective(columns.outputs[0], "all_gather", "none", ranks, f"{name}.gathered")
+            nodes = [columns, gathered, _node("Transpose", [gathered.outputs[0]], {"perm": [1, 0]}, name)]
+        last = nodes[-1].outputs[0]
+        last.shape, last.dtype = output.shape, output.dtype
+        ir.convenience.replace_nodes_and_values(graph, node, [node], nodes, [output], [last])
+
+
+def _collective(x: ir.Value | None, operation: str, reduce_op: str, ranks: int, name: str | None) -> ir.Node:
+    attributes = {"collective_operation": operation, "reduce_op": reduce_op, "nb_rank": ranks, "root": -1}
+    node = ir.node(DIST_COLLECTIVE.name, [x], attributes, domain=DOMAIN, version=DIST_COLLECTIVE.version, name=name)
+    node.outputs[0].name = name
+    return node
 
 
 def _cast_logits(graph: ir.Graph, element: ir.DataType) -> None:

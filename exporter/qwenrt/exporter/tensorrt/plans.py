@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -91,15 +92,15 @@ def add_plans(
     progress: Progress,
     notice: Notice,
 ) -> ConfigError | None:
-    """Add a plan for each compute capability to the folder; returns why one could not be built, and builds no more after it.
+    """Add a plan for each compute capability, of each rank; returns why one could not be built, and builds no more after it.
 
     staging: where a plan lies until it is whole, on the folder's disk.
     """
-    for capability in capabilities:
+    for capability, rank in itertools.product(capabilities, range(engine.manifest.tp)):
         started = time.monotonic()
         built = staging / ".plan.partial"
         try:
-            plan, result = _build(engine, built, capability, strip_weights, progress)
+            plan, result = _build(engine, built, capability, rank, strip_weights, progress)
         except ConfigError as error:
             built.unlink(missing_ok=True)
             return error
@@ -110,36 +111,33 @@ def add_plans(
 
 
 def _build(
-    engine: EngineDir, built: Path, capability: str | None, strip_weights: bool, progress: Progress
+    engine: EngineDir, built: Path, capability: str | None, rank: int, strip_weights: bool, progress: Progress
 ) -> tuple[Plan, BuildResult]:
-    """Build a plan at the path `built`."""
+    """Build a plan of a rank's graph at the path `built`."""
     manifest = engine.manifest
     title = TITLES[manifest.target]
-    if manifest.tp > 1:
-        raise ConfigError(
-            f"{title} does not run engines of several ranks here; backend torch runs this one on {manifest.tp} GPUs"
-        )
     plugin_library, capability = _prerequisites(manifest, capability, strip_weights)
     profiles = plan_profiles(manifest)
     request = Request(
         target=manifest.target,
-        graph=str(engine.file("model.onnx")),
+        graph=str(engine.file(manifest.graph_name(rank))),
         weights=str(engine.file("model.safetensors")),
         plan=str(built),
         plugin_library=str(plugin_library),
-        network_name=manifest.network_name,
+        network_name=manifest.network_name(rank),
         compute_capability=capability,
         strip_weights=strip_weights,
         timing_caches=str(_timing_caches()),
         profiles=[_sizes(profile) for profile in profiles],
     )
-    label = f"{title} for compute capability {capability}"
+    label = f"{title} for compute capability {capability}" + (f", rank {rank}" if manifest.tp > 1 else "")
     try:
         result = run_build(request, lambda stage, done, total: progress(f"{label}: {stage}", done, total))
     except ConfigError as error:
         raise ConfigError(f"{label}: {error}") from None
     plan = Plan(
-        file=plan_file(manifest.target, capability, result.tensorrt_version),
+        file=plan_file(manifest.target, capability, result.tensorrt_version, manifest.graph_name(rank)),
+        rank=rank,
         compute_capability=capability,
         tensorrt_version=result.tensorrt_version,
         plan_version=PLAN_VERSION,

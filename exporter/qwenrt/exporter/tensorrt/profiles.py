@@ -19,8 +19,8 @@ def plan_profiles(manifest: EngineManifest) -> tuple[Profile, Profile]:
     Usual sizes: a decode step of half of the sequences, a prefill step that is full. A captured decode step always has block
     tables of full width. The pool's size has no influence on kernels; it is bounded by what a tensor may hold.
     """
-    limits, model = manifest.limits, manifest.model
-    block = 2 * model.num_kv_heads * manifest.block_size * model.head_dim
+    limits = manifest.limits
+    block = 2 * manifest.rank_kv_heads * manifest.block_size * manifest.model.head_dim
     width = -(-limits.max_model_len // manifest.block_size)
     sequences = size_range(limits.max_num_seqs, usual=limits.max_num_seqs // 2)
     tokens = size_range(limits.max_num_batched_tokens, usual=limits.max_num_batched_tokens)

@@ -22,6 +22,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
+import onnx
+
 from qwenrt.plugins import ConfigError
 from qwenrt.plugins.tensorrt_module import import_tensorrt, plan_file, set_compute_capability
 
@@ -78,7 +80,7 @@ def _build(request: Request, send: Send) -> dict[str, Any]:
     network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
     network.name = request.network_name
     weights = SafetensorsFile(Path(request.weights))
-    _parse(trt, network, log, Path(request.graph), weights)
+    copies = _parse(trt, network, log, Path(request.graph), weights)
     config = builder.create_builder_config()
     config.set_preview_feature(trt.PreviewFeature.ALIASED_PLUGIN_IO_10_03, True)
     set_compute_capability(trt, config, request.compute_capability)
@@ -94,23 +96,37 @@ def _build(request: Request, send: Send) -> dict[str, Any]:
         cache = TimingCache(config, Path(request.timing_caches) / name)
     with _forgetting(weights):
         _build_to_file(trt, builder, network, config, log, Path(request.plan))
+    del copies
     if cache is not None:
         cache.keep()
     return {"tensorrt_version": trt.__version__, "activation_bytes": log.activation_bytes}
 
 
-def _parse(trt: Any, network: Any, log: Any, graph: Path, weights: SafetensorsFile) -> None:
-    """Read the graph into the network; its weights stay where the file is mapped."""
+def _parse(trt: Any, network: Any, log: Any, graph: Path, weights: SafetensorsFile) -> list[Any]:
+    """Read the graph into the network; its weights stay where the file is mapped.
+
+    Returns what must live until the plan is built: copies of weights that begin where another one does, as a tied head's rows of
+    rank 0 do, for TensorRT takes equal addresses for equal weights.
+    """
     parser = trt.OnnxParser(network, log)
-    read = parser.load_model_proto(graph.read_bytes(), str(graph))
-    for name in weights.tensors:
-        data = weights.raw(name)
-        read = read and parser.load_initializer(name, data.ctypes.data, data.nbytes)
+    model = graph.read_bytes()
+    seen: set[int] = set()
+    copies = []
+    read = parser.load_model_proto(model, str(graph))
+    for tensor in onnx.load_model_from_string(model).graph.initializer:
+        place = {entry.key: entry.value for entry in tensor.external_data}
+        data = weights.raw(int(place["offset"]), int(place["length"]))
+        if data.ctypes.data in seen:
+            data = data.copy()
+            copies.append(data)
+        seen.add(data.ctypes.data)
+        read = read and parser.load_initializer(tensor.name, data.ctypes.data, data.nbytes)
     if not (read and parser.parse_model_proto()):
         errors = [parser.get_error(index).desc() for index in range(parser.num_errors)]
         raise ConfigError(
             f"the ONNX parser does not take {graph}: {log.first_error or '; '.join(errors) or 'it does not say why'}"
         )
+    return copies
 
 
 def _profile(builder: Any, network: Any, sizes: dict[str, tuple[int, int, int]]) -> Any:

@@ -40,9 +40,20 @@ class RankGroup:
         """AllGather of the schema: [R, width] of each rank to [R, group_size * width]."""
         assert group_size == self.size
         rows, width = x.shape
-        y = x.new_empty(self.size * rows, width)
+        return self._gather_rows(x).view(self.size, rows, width).transpose(0, 1).reshape(rows, -1)
+
+    def dist_collective(self, x: Tensor, *, collective_operation: bytes, nb_rank: int, **rest: Any) -> Tensor:
+        """DistCollective of the schema, as graphs for TensorRT have it."""
+        if collective_operation == b"all_reduce":
+            return self.all_reduce(x, group_size=nb_rank)
+        assert collective_operation == b"all_gather" and nb_rank == self.size
+        return self._gather_rows(x)
+
+    def _gather_rows(self, x: Tensor) -> Tensor:
+        """[R, width] of each rank, one below the other."""
+        y = x.new_empty(self.size * x.shape[0], x.shape[1])
         self._group._allgather_base(y, x.contiguous()).wait()
-        return y.view(self.size, rows, width).transpose(0, 1).reshape(rows, -1)
+        return y
 
     def smallest(self, value: int) -> int:
         """The smallest of the ranks' values."""

@@ -124,6 +124,7 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
     "RMSNormalization": _rms_norm,
     "Sigmoid": torch.sigmoid,
     "Split": _split,
+    "Transpose": lambda data, *, perm: data.permute(perm),
     "qwenrt::Linear": _linear,
     "qwenrt::MixtureOfExperts": _mixture_of_experts,
     "qwenrt::PagedAttention": _paged_attention,
@@ -142,6 +143,7 @@ class Program:
                 **_OPERATORS,
                 "qwenrt::AllReduce": group.all_reduce,
                 "qwenrt::AllGather": group.all_gather,
+                "qwenrt::DistCollective": group.dist_collective,
             }
         self._calls = [_compile(node, operators) for node in nodes]
         self._uses = Counter(name for _, input_names, _ in self._calls for name in input_names)

@@ -54,7 +54,7 @@ def load_plan(folder: EngineDir, trt: Any, device: Device, plugin_library: Path)
         raise ConfigError(f"{_library(trt)} cannot load {path}: {log.text()}; {_remedy(folder)}")
     if plan.stripped:
         _refit(trt, engine, log, folder)
-    if engine.name != folder.manifest.network_name:
+    if engine.name != folder.manifest.network_name():
         raise ConfigError(f"plan {path} was built from another graph or other weights; {_remedy(folder)}")
     _check_tensors(engine, folder.manifest, path)
     _check_profiles(engine, plan, path)
