@@ -55,9 +55,7 @@ class RequestStream:
     A reader that is slower than the engine gets more at once.
     """
 
-    def __init__(
-        self, llm: AsyncLLM, prepared: PreparedRequest, priority: int, tenant: str, timeout: float | None
-    ) -> None:
+    def __init__(self, llm: AsyncLLM, prepared: PreparedRequest, priority: int, tenant: str) -> None:
         self.prepared = prepared
         self.priority = priority
         self.tenant = tenant
@@ -68,8 +66,7 @@ class RequestStream:
         self._error: Exception | None = None
         self._finished = False
         self._changed = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        self._timer = None if timeout is None else loop.call_later(timeout, self._time_out, timeout)
+        self._timer: asyncio.TimerHandle | None = None
 
     async def __aenter__(self) -> RequestStream:
         return self
@@ -97,6 +94,10 @@ class RequestStream:
         if self._timer is not None:
             self._timer.cancel()
         self._llm._forget(self, abort=self._unfinished)
+
+    def end_after(self, timeout: float, since: float) -> None:
+        """End the request with RequestTimeoutError `timeout` seconds after the loop's time `since`, unless it has ended."""
+        self._timer = asyncio.get_running_loop().call_at(since + timeout, self._time_out, timeout)
 
     @property
     def _unfinished(self) -> bool:
@@ -184,15 +185,19 @@ class AsyncLLM:
         lora_request: LoRARequest | None = None,
         priority: int = 0,
         tenant: str = "",
+        timeout: float | None = None,
+        since: float | None = None,
         place_of: RequestStream | None = None,
     ) -> RequestStream:
         """Take a request in; raises RequestError (QueueFullError among them) or UnavailableError if it cannot be served.
 
         prompt: text or token ids. add_special_tokens, lora_request: as in `LLM.generate`. priority: lower goes first. tenant:
-        whose request it is; tenants take turns. place_of: a stream that has ended, whose place this one takes, so that
-        neither a full queue nor the begin of a drain keeps it out; it is closed. The caller must enter the stream (`async
-        with`) or close it.
+        whose request it is; tenants take turns. timeout: seconds that it may take, waiting included, where `request_timeout`
+        is not less; since: the loop's time from which they count, by default now. place_of: a stream that has ended, whose
+        place this one takes, so that neither a full queue nor the begin of a drain keeps it out; it is closed. The caller
+        must enter the stream (`async with`) or close it.
         """
+        since = self._loop.time() if since is None else since
         if place_of is None:
             self._check_room()
         compiles = isinstance(params, SamplingParams) and params.structured_outputs is not None
@@ -212,7 +217,10 @@ class AsyncLLM:
             prepared = await self._loop.run_in_executor(pool, prepare)
             if self._cut:
                 raise UnavailableError(self._refusal)
-            stream = RequestStream(self, prepared, priority, tenant, self.request_timeout)
+            stream = RequestStream(self, prepared, priority, tenant)
+            limits = [limit for limit in (timeout, self.request_timeout) if limit is not None]
+            if limits:
+                stream.end_after(min(limits), since)
             self._open.add(stream)
             self._commands.put(("add", stream))
             return stream

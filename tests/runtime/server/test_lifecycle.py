@@ -200,6 +200,36 @@ def test_a_request_that_takes_too_long_ends_with_504(long_engine: Path) -> None:
         )
         with pytest.raises(openai.APIError, match=r"more than 0\.3 s"):
             list(stream)
+        status, answer = server.post("/v1/completions", {**LONG, "timeout": 1000})
+        assert (status, "more than 0.3 s" in answer["error"]["message"]) == (504, True)
         server.until(lambda: server.is_idle)
     finally:
         server.stop()
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_request_may_set_its_own_time_which_counts_while_it_waits(server: Server, waits: bool) -> None:
+    busy = [send(server, LONG) for _ in range(2 if waits else 0)]
+    server.until(lambda: server.async_llm.num_running == len(busy))
+    status, answer = server.post("/v1/completions", {**LONG, "timeout": 0.2})
+    assert (status, answer["error"]["type"], answer["error"]["code"]) == (504, "server_error", "timeout")
+    assert "more than 0.2 s" in answer["error"]["message"]
+    server.until(lambda: server.async_llm.num_running == len(busy) and server.async_llm.num_waiting == 0)
+    _, _, events = server.request("POST", "/v1/completions", {**LONG, "timeout": 0.2, "stream": True})
+    error, done = events.decode().strip().split("\n\n")[-2:]
+    assert (json.loads(error.removeprefix("data: "))["error"]["code"], done) == ("timeout", "data: [DONE]")
+    for connection in busy:
+        connection.close()
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+        ("/v1/responses", {"input": "a"}),
+        ("/v1/completions", {"prompt": ["a", "b"], "n": 2}),
+    ],
+)
+def test_every_endpoint_that_generates_has_a_timeout(server: Server, path: str, body: dict[str, Any]) -> None:
+    status, answer = server.post(path, {**body, "timeout": 1e-6})
+    assert (status, answer["error"]["code"]) == (504, "timeout")

@@ -200,6 +200,15 @@ def test_a_batch_larger_than_the_queue_is_served_and_leaves_room(embedding: Path
         assert server.metric("vllm:prefix_cache_queries_total") == answer["usage"]["prompt_tokens"] + 10
 
 
+def test_the_time_of_a_batch_counts_for_all_of_it(embedding: Path) -> None:
+    llm = LLM(embedding.parent / "engine", num_kv_blocks=512, max_num_seqs=1, max_num_batched_tokens=4)
+    with serving(llm) as server:
+        status, answer = server.post("/v1/embeddings", {"input": [[7] * 500] * 2000, "timeout": 0.5})
+        assert (status, answer["error"]["code"]) == (504, "timeout")
+        server.until(lambda: server.is_idle)
+        assert server.post("/v1/embeddings", {"input": "a", "timeout": 100})[0] == 200
+
+
 def test_a_full_queue_refuses_and_a_client_that_leaves_frees_its_places(embedding: Path) -> None:
     llm = LLM(embedding.parent / "engine", num_kv_blocks=512, max_num_seqs=1, max_num_batched_tokens=4)
     long = [[7] * 1000] * 50

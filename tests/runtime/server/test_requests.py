@@ -63,6 +63,7 @@ WRONG: list[tuple[str, Any]] = [
     *[("min_tokens", value) for value in (-1, 2**40)],
     *[("thinking_budget", value) for value in (-1, 1.5)],
     *[("priority", value) for value in ("high", 0.5)],
+    *[("timeout", value) for value in (0, -1, "5", 1e400)],
     *[("stream", value) for value in ("yes", 1)],
 ]
 

@@ -38,7 +38,11 @@ from .options import engine_options
 )
 @click.option("--cors-origin", "cors_origins", multiple=True, help="Let web pages of this origin in. Repeatable.")
 @click.option("--max-queue", type=click.IntRange(0), default=256, show_default=True, help="Requests that may wait.")
-@click.option("--request-timeout", type=click.FloatRange(0, min_open=True), help="Seconds that a request may take.")
+@click.option(
+    "--request-timeout",
+    type=click.FloatRange(0, min_open=True),
+    help="Seconds that a request may take, waiting included; a request may ask for less by its field timeout.  [default: any]",
+)
 @click.option(
     "--drain-timeout",
     type=click.FloatRange(0),

@@ -47,7 +47,7 @@ async def start_chat(service: Service, body: ChatCompletionRequest, tenant: str)
     if body.reasoning_effort is not None:
         arguments.setdefault("enable_thinking", body.reasoning_effort != "none")
     token_ids = await chat_tokens(service, body.messages, use.shown, arguments)
-    generation = await service.start([token_ids], params, model=model, priority=body.priority, tenant=tenant)
+    generation = await service.start([token_ids], params, body, model=model, tenant=tenant)
     return Chat(service, body, generation, with_tools=use.shown is not None)
 
 

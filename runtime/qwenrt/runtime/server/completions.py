@@ -36,7 +36,7 @@ async def start_completions(service: Service, body: CompletionRequest, tenant: s
         logprobs=body.logprobs,
         prompt_logprobs=body.logprobs if body.echo else None,
     )
-    generation = await service.start(prompts, params, model=model, priority=body.priority, tenant=tenant)
+    generation = await service.start(prompts, params, body, model=model, tenant=tenant)
     return Completions(service, body, generation)
 
 

@@ -17,7 +17,7 @@ from ..sampling.params import SamplingParams
 from ..text.thinking import Thinking, ThinkingTokens
 from .errors import ApiError
 from .metrics import Metrics, RequestMeter
-from .protocol import CompletionTokensDetails, PromptTokensDetails, Usage
+from .protocol import CompletionTokensDetails, PromptTokensDetails, QueuedRequest, Usage
 
 
 class Service:
@@ -46,16 +46,22 @@ class Service:
         raise _unknown_model(name, [self.model, *self.adapters])
 
     async def start(
-        self, prompts: Sequence[Prompt], params: SamplingParams, *, model: str, priority: int = 0, tenant: str = ""
+        self, prompts: Sequence[Prompt], params: SamplingParams, body: QueuedRequest, *, model: str, tenant: str
     ) -> Generation:
         """Take in a request for each prompt; raises, and takes none, if one cannot be served. model: as `model_of` gives it."""
-        arrival = time.perf_counter()
+        arrival, since = time.perf_counter(), asyncio.get_running_loop().time()
         streams: list[RequestStream] = []
         try:
             for prompt in prompts:
                 streams.append(
                     await self.llm.submit(
-                        prompt, params, lora_request=self.adapters.get(model), priority=priority, tenant=tenant
+                        prompt,
+                        params,
+                        lora_request=self.adapters.get(model),
+                        priority=body.priority,
+                        tenant=tenant,
+                        timeout=body.timeout,
+                        since=since,
                     )
                 )
         except BaseException:

@@ -36,7 +36,7 @@ from .pooling_protocol import (
     ScoreList,
     ScoreRequest,
 )
-from .protocol import as_list
+from .protocol import QueuedRequest, as_list
 
 
 async def embeddings(service: Service, body: EmbeddingRequest, tenant: str) -> EmbeddingList:
@@ -50,7 +50,7 @@ async def embeddings(service: Service, body: EmbeddingRequest, tenant: str) -> E
         normalize=body.normalize,
         instruction=body.instruction,
     )
-    outputs, usage = await _run(service, work, body.priority, tenant)
+    outputs, usage = await _run(service, work, body, tenant)
 
     def encoded(values: npt.NDArray[np.float32]) -> list[float] | str:
         if body.encoding_format == "base64":
@@ -95,7 +95,7 @@ async def classify(service: Service, body: ClassifyRequest, tenant: str) -> Clas
     service.check_model(body.model)
     manifest = _manifest(service)
     work = classification_work(manifest, _bounded("input", as_list(body.input)))
-    outputs, usage = await _run(service, work, body.priority, tenant)
+    outputs, usage = await _run(service, work, body, tenant)
     data = [
         Classification(
             index=index,
@@ -117,7 +117,7 @@ async def _score(
 ) -> tuple[list[float], PoolingUsage]:
     tokenizer = service.llm.llm.engine.tokenizer
     work = scoring_work(_manifest(service), tokenizer, queries, documents, instruction=body.instruction)
-    outputs, usage = await _run(service, work, body.priority, tenant)
+    outputs, usage = await _run(service, work, body, tenant)
     return [output.score for output in outputs], usage
 
 
@@ -141,10 +141,10 @@ def _bounded(name: str, items: list[Any]) -> list[Any]:
 
 
 async def _run(
-    service: Service, work: PoolingWork[Result], priority: int, tenant: str
+    service: Service, work: PoolingWork[Result], body: QueuedRequest, tenant: str
 ) -> tuple[list[Result], PoolingUsage]:
     """What comes of `work`, and the tokens that it took."""
-    rows = await _Rows(service, work, priority, tenant).compute()
+    rows = await _Rows(service, work, body, tenant).compute()
     tokens = sum(len(row.prompt_token_ids) for row in rows)
     return work.results(rows), PoolingUsage(prompt_tokens=tokens, total_tokens=tokens)
 
@@ -156,12 +156,13 @@ class _Rows:
     refused; the others take the places that there are, and each place serves for one prompt after the other.
     """
 
-    def __init__(self, service: Service, work: PoolingWork[Any], priority: int, tenant: str) -> None:
+    def __init__(self, service: Service, work: PoolingWork[Any], body: QueuedRequest, tenant: str) -> None:
         self._service = service
         self._work = work
-        self._priority = priority
+        self._body = body
         self._tenant = tenant
         self._arrival = time.perf_counter()
+        self._since = asyncio.get_running_loop().time()
         self._left = deque(range(len(work.prompts)))
         self._rows: dict[int, PooledRow] = {}
 
@@ -186,8 +187,10 @@ class _Rows:
             self._work.prompts[number],
             self._work.params,
             add_special_tokens=self._work.add_special_tokens,
-            priority=self._priority,
+            priority=self._body.priority,
             tenant=self._tenant,
+            timeout=self._body.timeout,
+            since=self._since,
             place_of=place_of,
         )
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from .protocol import RequestModel, ResponseModel, one_error
+from .protocol import QueuedRequest, RequestModel, ResponseModel, one_error
 
 MAX_INPUTS = 2048
 """Inputs, documents or pairs of one request."""
@@ -16,24 +16,19 @@ Inputs = Annotated[str | list[str] | list[int] | list[list[int]], BeforeValidato
 _Texts = str | Annotated[list[str], Field(fail_fast=True)]
 
 
-class EmbeddingRequest(RequestModel):
+class EmbeddingRequest(QueuedRequest):
     """The body of POST /v1/embeddings."""
 
-    model: str | None = None
     input: Inputs
     encoding_format: Literal["float", "base64"] = "float"
     """base64: of the float32 numbers, the lowest byte first."""
     dimensions: int | None = None
     """Keep only so many numbers, the first."""
-    user: str | None = None
-    """Has no effect."""
 
     normalize: bool = True
     """Whether embeddings are scaled to length 1."""
     instruction: str | None = None
     """What the inputs are queries for, put before them as Qwen3-Embedding has it; documents get none."""
-    priority: int = 0
-    """Requests with a lower number go first."""
 
 
 class RerankDocument(RequestModel):
@@ -42,10 +37,9 @@ class RerankDocument(RequestModel):
     text: str
 
 
-class RerankRequest(RequestModel):
+class RerankRequest(QueuedRequest):
     """The body of POST /v1/rerank."""
 
-    model: str | None = None
     query: str
     documents: Annotated[list[str | RerankDocument], Field(fail_fast=True)]
     top_n: int = Field(0, ge=0)
@@ -54,30 +48,22 @@ class RerankRequest(RequestModel):
 
     instruction: str | None = None
     """What a document must do to be relevant; by default answer a web search query."""
-    priority: int = 0
 
 
-class ScoreRequest(RequestModel):
+class ScoreRequest(QueuedRequest):
     """The body of POST /score: one text against one or many, or as many texts pair by pair."""
 
-    model: str | None = None
     text_1: _Texts
     text_2: _Texts
 
     instruction: str | None = None
     """What a document, text_2, must do to be relevant; by default answer a web search query."""
-    priority: int = 0
 
 
-class ClassifyRequest(RequestModel):
+class ClassifyRequest(QueuedRequest):
     """The body of POST /classify."""
 
-    model: str | None = None
     input: Inputs
-    user: str | None = None
-    """Has no effect."""
-
-    priority: int = 0
 
 
 class PoolingUsage(ResponseModel):

@@ -81,16 +81,28 @@ class ResponseFormat(RequestModel):
     json_schema: JsonSchemaFormat | None = None
 
 
+class QueuedRequest(RequestModel):
+    """What requests to the engine have in common."""
+
+    model: str | None = None
+    user: str | None = None
+    """Has no effect."""
+
+    priority: int = 0
+    """Requests with a lower number go first."""
+    timeout: float | None = Field(None, gt=0)
+    """Seconds that the request may take, waiting included, where the server's own limit is not less."""
+
+
 def _few_biases(value: Any) -> Any:
     if isinstance(value, dict) and len(value) > 1024:
         raise PydanticCustomError("too_long", "it may have 1024 entries")
     return value
 
 
-class GenerationRequest(RequestModel):
+class GenerationRequest(QueuedRequest):
     """What chats and completions have in common."""
 
-    model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: int | None = None
@@ -104,8 +116,6 @@ class GenerationRequest(RequestModel):
     logit_bias: Annotated[dict[str, float] | None, BeforeValidator(_few_biases)] = None
     """By token id."""
     response_format: ResponseFormat | None = None
-    user: str | None = None
-    """Has no effect."""
 
     top_k: int | None = None
     min_p: float | None = None
@@ -115,8 +125,6 @@ class GenerationRequest(RequestModel):
     stop_token_ids: _Ids | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    priority: int = 0
-    """Requests with a lower number go first."""
     structured_outputs: StructuredOutputs | None = None
     guided_json: str | dict[str, Any] | bool | None = None
     guided_regex: str | None = None

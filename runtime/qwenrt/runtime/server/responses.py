@@ -75,6 +75,9 @@ class ResponsesRequest(RequestModel):
     store: bool | None = None
     """Has no effect: nothing is stored."""
 
+    timeout: float | None = Field(None, gt=0)
+    """As in chats."""
+
 
 class TextPart(ResponseModel):
     """A part of an item's text."""
@@ -172,6 +175,7 @@ async def start_response(service: Service, body: ResponsesRequest, tenant: str) 
         top_p=body.top_p,
         response_format=_response_format(body),
         reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
+        timeout=body.timeout,
     )
     chat = await start_chat(service, request, tenant)
     return Responses(chat.generation.model, body, chat)
