@@ -52,6 +52,24 @@ def test_cold_and_warm_and_in_chunks(tiny_engine: Path, oracle: Oracle, options:
     assert llm.engine.scheduler.pool.num_free == 64
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"max_num_batched_tokens": 5, "max_num_seqs": 4}, {"speculative": {"method": "ngram"}}]
+)
+def test_a_prompt_may_be_scored_alone_and_fill_the_context(
+    tiny_engine: Path, oracle: Oracle, options: dict[str, Any]
+) -> None:
+    llm = LLM(tiny_engine, num_kv_blocks=64, **options)
+    full = np.random.default_rng(7).integers(0, 290, llm.engine.limits.max_model_len).tolist()
+    only = SamplingParams(max_tokens=0, prompt_logprobs=3, n=2)
+    outputs = llm.generate([full, PROMPT, [7], LONG], [only, only, only, PARAMS])
+    for output in outputs:
+        check(output, oracle)
+    assert [[one.finish_reason for one in output.outputs] for output in outputs[:3]] == [["length"] * 2] * 3
+    assert [one.token_ids for output in outputs[:3] for one in output.outputs] == [[]] * 6
+    assert len(outputs[3].outputs[0].token_ids) == 4
+    assert llm.engine.scheduler.pool.num_free == 64
+
+
 def test_preempted_and_beside_others_and_n_times(tiny_engine: Path, oracle: Oracle) -> None:
     llm = LLM(tiny_engine, num_kv_blocks=8, max_num_seqs=4, enable_prefix_caching=False)
     growing = SamplingParams(temperature=0.0, max_tokens=60, prompt_logprobs=3, ignore_eos=True)

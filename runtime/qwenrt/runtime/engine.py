@@ -190,7 +190,7 @@ class LLMEngine:
     def _max_tokens(self, token_ids: list[int], params: SamplingParams) -> int:
         """How many tokens may follow the prompt; raises RequestError if the engine cannot serve that."""
         params.validate_for(self.manifest.model.vocab_size)
-        self._check_prompt(token_ids, self.limits.max_model_len - 1)
+        self._check_prompt(token_ids, self.limits.max_model_len - (params.max_tokens != 0))
         room = self.limits.max_model_len - len(token_ids)
         pool = self.scheduler.pool.num_blocks
         if params.max_tokens is None:
@@ -364,6 +364,8 @@ class LLMEngine:
         if isinstance(new, RequestError):
             completion.finish("abort", str(new))
             return
+        if completion.request.max_tokens == 0:
+            completion.finish("length")
         if chunk.drafts and chunk.request.drafter is not None:
             chunk.request.drafter.record(len(chunk.drafts), len(new) - 1)
         for one in new:

@@ -255,6 +255,34 @@ def test_echo_with_logprobs_tells_the_prompts_too(client: OpenAI, warm: bool) ->
     assert joined[1:] == pytest.approx(echoed.choices[0].logprobs.token_logprobs[1:], abs=1e-4)
 
 
+def test_echo_of_no_new_tokens_scores_the_prompt_alone(client: OpenAI, server: Server) -> None:
+    fields: dict[str, Any] = {"model": "demo", "prompt": ["27+58=85", "abc"], "logprobs": 3, "echo": True}
+    longer = client.completions.create(**fields, max_tokens=1)
+    prompts = server.metric("vllm:prompt_tokens_total")
+    scored = client.completions.create(**fields, max_tokens=0)
+    assert server.metric("vllm:prompt_tokens_total") - prompts == scored.usage.prompt_tokens
+    assert (scored.usage.completion_tokens, len(scored.choices)) == (0, 2)
+    for prompt, choice, other in zip(fields["prompt"], scored.choices, longer.choices, strict=True):
+        assert (choice.text, choice.finish_reason) == (prompt, "length")
+        assert "".join(choice.logprobs.tokens) == prompt
+        assert choice.logprobs.token_logprobs[0] is None
+        assert choice.logprobs.token_logprobs[1:] == pytest.approx(other.logprobs.token_logprobs[1:-1], abs=1e-4)
+        assert [len(top) for top in choice.logprobs.top_logprobs[1:]] == [3] * (len(choice.logprobs.tokens) - 1)
+    fields["prompt"] = fields["prompt"][0]
+    *parts, last = client.completions.create(
+        **fields, max_tokens=0, stream=True, stream_options={"include_usage": True}
+    )
+    assert [part.choices[0].finish_reason for part in parts] == ["length"]
+    assert parts[0].choices[0].logprobs.tokens == scored.choices[0].logprobs.tokens
+    assert last.usage.completion_tokens == 0
+
+
+@pytest.mark.parametrize("fields", [{}, {"echo": True}, {"logprobs": 2}])
+def test_no_new_tokens_without_the_prompts_logprobs_are_refused(client: OpenAI, fields: dict[str, Any]) -> None:
+    with pytest.raises(openai.BadRequestError, match="max_tokens is 0; it must be at least 1, unless"):
+        client.completions.create(model="demo", prompt="abc", max_tokens=0, **fields)
+
+
 def test_logprobs_of_completions(client: OpenAI) -> None:
     (choice,) = client.completions.create(model="demo", prompt="27+", max_tokens=4, temperature=0, logprobs=2).choices
     logprobs = choice.logprobs

@@ -53,7 +53,8 @@ class SamplingParams:
     seed: int | None = None
     """The same seed draws the same tokens whatever else runs; -2^63 to 2^63-1, of which -1 means None: fresh randomness."""
     max_tokens: int | None = 16
-    """Generate at most so many tokens, 1 to 2^31-1; None for as many as the context has room for, which limits it anyway."""
+    """Generate at most so many tokens, up to 2^31-1, of which 0 needs prompt_logprobs; None for as many as the context has room
+    for, which limits it anyway."""
     min_tokens: int = 0
     """So many tokens come before an end-of-text token, a stop token or a stop string may end the answer; 0 to max_tokens."""
     stop: str | Sequence[str] = ()
@@ -89,7 +90,7 @@ class SamplingParams:
             "presence_penalty": _real("presence_penalty", self.presence_penalty, -2.0, 2.0),
             "frequency_penalty": _real("frequency_penalty", self.frequency_penalty, -2.0, 2.0),
             "seed": self.seed if self.seed is None else _integer("seed", self.seed, -(2**63), 2**63 - 1),
-            "max_tokens": None if self.max_tokens is None else _integer("max_tokens", self.max_tokens, 1, MAX_INT),
+            "max_tokens": None if self.max_tokens is None else _integer("max_tokens", self.max_tokens, 0, MAX_INT),
             "min_tokens": _integer("min_tokens", self.min_tokens, 0, MAX_INT),
             "stop": _stop_strings(self.stop),
             "stop_token_ids": _token_ids("stop_token_ids", self.stop_token_ids),
@@ -113,6 +114,11 @@ class SamplingParams:
             )
         if checked["seed"] == -1:
             checked["seed"] = None
+        if checked["max_tokens"] == 0 and self.prompt_logprobs is None:
+            raise RequestError(
+                "max_tokens is 0; it must be at least 1, unless log-probabilities of the prompt are asked for "
+                "(prompt_logprobs; over HTTP echo with logprobs)"
+            )
         if checked["max_tokens"] is not None and checked["min_tokens"] > checked["max_tokens"]:
             raise RequestError(f"min_tokens is {self.min_tokens}; it must be at most max_tokens, {self.max_tokens}")
         for name, value in checked.items():

@@ -108,6 +108,7 @@ class RequestMeter:
         self._num_prompt_tokens = num_prompt_tokens
         self._start = self._last = arrival
         self._num_generated = 0
+        self._prompt_seen = False
         self._ended: set[int] = set()
 
     def see(self, delta: RequestDelta) -> None:
@@ -115,13 +116,13 @@ class RequestMeter:
         now = perf_counter()
         tokens = sum(len(output.token_ids) for output in delta.outputs)
         metrics = self._metrics
-        if delta.pooled is not None:
+        if not self._prompt_seen:
             self._see_prompt(delta)
+        if delta.pooled is not None:
             self._ended.add(0)
             metrics.ended("stop")
         elif tokens and not self._num_generated:
             metrics.first_token.observe(now - self._start)
-            self._see_prompt(delta)
         elif tokens:
             metrics.inter_token.observe((now - self._last) / max(1, tokens // len(delta.outputs)))
         metrics.generation_tokens.inc(tokens)
@@ -133,6 +134,7 @@ class RequestMeter:
                 metrics.ended(output.finish_reason)
 
     def _see_prompt(self, delta: RequestDelta) -> None:
+        self._prompt_seen = True
         metrics = self._metrics
         metrics.prompt_tokens.inc(self._num_prompt_tokens)
         metrics.prompt_size.observe(self._num_prompt_tokens)
