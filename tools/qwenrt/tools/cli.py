@@ -26,6 +26,7 @@ COMMANDS = {
     "export": ("export", "Turn a checkpoint into an engine folder."),
     "build": ("build", "Build TensorRT plans for an engine folder."),
     "generate": ("generate", "Answer prompts with an engine."),
+    "embed": ("embed", "Embed texts with an engine of an embedding model."),
     "chat": ("chat", "Talk with an engine or a server."),
     "serve": ("serve", "Serve an engine over HTTP, with OpenAI's API and a chat page at /."),
     "batch": ("batch", "Answer a file of requests in OpenAI's batch format."),

@@ -9,11 +9,12 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol
 
 import click
 
 from qwenrt.runtime import LLM, RequestError, RequestOutput, SamplingParams
+from qwenrt.runtime.pooling import PoolingParams
 
 from .errors import print_error
 from .extras import import_with_extra
@@ -23,7 +24,7 @@ from .progress import Spinner, spinner
 
 
 @dataclass(frozen=True)
-class _Failure:
+class Failure:
     """Why one prompt got no answer."""
 
     message: str
@@ -74,7 +75,7 @@ def command(
         raise click.UsageError("--system and --thinking need --chat")
     if options["logprobs"] is not None and not as_json:
         raise click.UsageError("--logprobs needs --json")
-    texts = list(prompts) if prompts else _read_prompts(prompts_file)
+    texts = list(prompts) if prompts else read_prompts("--prompts-file", prompts_file)
     for number, text in enumerate(texts, 1):
         check_text(text, f"PROMPT {number}")
     if system is not None:
@@ -93,16 +94,17 @@ def command(
             return
         style = _JsonLines(llm) if as_json else _Headed(len(texts))
         with spinner("answering") as line:
-            failed = _answer_all(llm, texts, template, params, style, line)
+            failed = answer_all(llm, texts, template, params, style, line)
     if failed:
         raise RequestError(f"{failed} of {len(texts)} prompts failed")
 
 
-def _read_prompts(file: Any) -> list[str]:
+def read_prompts(option: str, file: Any) -> list[str]:
+    """The lines of the file that `option` names; a usage error if it is not UTF-8."""
     try:
         text: str = file.read().decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise click.UsageError(f"--prompts-file {file.name} is not valid UTF-8 at byte {error.start}") from None
+        raise click.UsageError(f"{option} {file.name} is not valid UTF-8 at byte {error.start}") from None
     return [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")] if text else []
 
 
@@ -119,7 +121,9 @@ class _Template:
         return self.llm.render([*messages, {"role": "user", "content": prompt}], enable_thinking=self.thinking)
 
 
-def _add(llm: LLM, request_id: str, prompt: str, template: _Template | None, params: SamplingParams) -> None:
+def _add(
+    llm: LLM, request_id: str, prompt: str, template: _Template | None, params: SamplingParams | PoolingParams
+) -> None:
     text = template.render(prompt) if template else prompt
     llm.engine.add_request(request_id, text, params, add_special_tokens=template is None)
 
@@ -138,18 +142,24 @@ def _stream(llm: LLM) -> None:
         raise RequestError(reason)
 
 
+class _Style(Protocol):
+    """How results are printed."""
+
+    def format(self, index: int, prompt: str, result: RequestOutput | Failure) -> str: ...
+
+
 class _Headed:
     """Answers as text, each under its prompt."""
 
     def __init__(self, count: int) -> None:
         self._count = count
 
-    def format(self, index: int, prompt: str, result: RequestOutput | _Failure) -> str:
+    def format(self, index: int, prompt: str, result: RequestOutput | Failure) -> str:
         lines = []
         if self._count > 1:
             first = prompt.strip().split("\n")[0]
             lines.append(f"=== {index + 1}/{self._count}: {first[:79]}{'…' if first[79:] else ''}")
-        if isinstance(result, _Failure):
+        if isinstance(result, Failure):
             return "\n".join([*lines, "(failed)"])
         for answer in result.outputs:
             if len(result.outputs) > 1:
@@ -164,9 +174,9 @@ class _JsonLines:
     def __init__(self, llm: LLM) -> None:
         self._tokenizer = llm.engine.tokenizer
 
-    def format(self, index: int, prompt: str, result: RequestOutput | _Failure) -> str:
+    def format(self, index: int, prompt: str, result: RequestOutput | Failure) -> str:
         line: dict[str, Any] = {"index": index, "prompt": prompt}
-        if isinstance(result, _Failure):
+        if isinstance(result, Failure):
             line["error"] = result.message
         else:
             line["prompt_tokens"] = len(result.prompt_token_ids)
@@ -201,16 +211,16 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _answer_all(
+def answer_all(
     llm: LLM,
-    prompts: Sequence[str],
+    prompts: Sequence[Any],
     template: _Template | None,
-    params: SamplingParams,
-    style: _Headed | _JsonLines,
+    params: SamplingParams | PoolingParams,
+    style: _Style,
     line: Spinner,
 ) -> int:
     """Answer all prompts together and print each answer once those before it are printed; returns how many failed."""
-    results: dict[int, RequestOutput | _Failure] = {}
+    results: dict[int, RequestOutput | Failure] = {}
     failed = 0
 
     def report(index: int, reason: str) -> None:
@@ -224,7 +234,7 @@ def _answer_all(
             _add(llm, str(index), prompt, template, params)
         except RequestError as error:
             report(index, str(error))
-            results[index] = _Failure(str(error))
+            results[index] = Failure(str(error))
     printed = finished_tokens = 0
     start = perf_counter()
     while printed < len(prompts):
@@ -243,5 +253,6 @@ def _answer_all(
             if (reason := abort_reason(output)) is not None:
                 report(int(output.request_id), reason)
         rate = (finished_tokens + running) / (perf_counter() - start)
-        line.update(f"{printed + len(results)} of {len(prompts)} prompts, {rate:.0f} tokens a second")
+        done = f"{printed + len(results)} of {len(prompts)} prompts"
+        line.update(f"{done}, {rate:.0f} tokens a second" if rate else done)
     return failed
