@@ -6,6 +6,7 @@
 #include "element.h"
 #include "launch.h"
 #include "paged_attention.h"
+#include "warp.h"
 
 namespace qwenrt::cuda {
 
@@ -15,8 +16,6 @@ constexpr int kPrefillRows = 128;     // the same in the prefill kernel
 constexpr int kDecodeBlocksPerSm = 2;
 constexpr int kMaxDecodeBlocks = 512;  // bounds the workspace; above two blocks on each SM of the largest devices
 constexpr int kMaxGroup = 16;
-constexpr int kWarp = 32;
-constexpr unsigned kFullWarp = 0xffffffffu;
 
 // Device pointers into the workspace.
 //

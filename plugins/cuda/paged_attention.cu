@@ -2,36 +2,26 @@
 #include <cmath>
 
 #include "kernels.h"
+#include "memory.h"
 
 namespace qwenrt::cuda {
 namespace {
 
-constexpr size_t kAlignment = 256;
-
-size_t padded(size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
-
 bool power_of_two(int32_t x) { return x > 0 && (x & (x - 1)) == 0; }
-
-bool misaligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 != 0; }
 
 }  // namespace
 
 Workspace Workspace::at(void* memory, int32_t num_seqs, int32_t head_dim) {
-    unsigned char* next = static_cast<unsigned char*>(memory);
-    const auto take = [&next](size_t bytes) {
-        unsigned char* const start = next;
-        next += padded(bytes);
-        return static_cast<void*>(start);
-    };
-    const size_t starts = (static_cast<size_t>(num_seqs) + 1) * sizeof(int32_t);
-    const size_t rows = 2 * static_cast<size_t>(kMaxDecodeBlocks) * kDecodeRows * sizeof(float);
+    Divider divider(memory);
+    const size_t starts = static_cast<size_t>(num_seqs) + 1;
+    const size_t rows = 2 * static_cast<size_t>(kMaxDecodeBlocks) * kDecodeRows;
     Workspace w{};
-    w.decode_start = static_cast<int32_t*>(take(starts));
-    w.prefill_start = static_cast<int32_t*>(take(starts));
-    w.partial_max = static_cast<float*>(take(rows));
-    w.partial_sum = static_cast<float*>(take(rows));
-    w.partial_out = static_cast<float*>(take(rows * static_cast<size_t>(head_dim)));
-    w.bytes = static_cast<size_t>(next - static_cast<unsigned char*>(memory));
+    w.decode_start = divider.take<int32_t>(starts);
+    w.prefill_start = divider.take<int32_t>(starts);
+    w.partial_max = divider.take<float>(rows);
+    w.partial_sum = divider.take<float>(rows);
+    w.partial_out = divider.take<float>(rows * static_cast<size_t>(head_dim));
+    w.bytes = divider.taken();
     return w;
 }
 

@@ -1,4 +1,4 @@
-// PagedAttention on CUDA: the whole API of this folder. No framework: device pointers, sizes, a stream.
+// PagedAttention on CUDA. No framework: device pointers, sizes, a stream.
 //
 // The op (domain "qwenrt", version 1) is specified in qwenrt/plugins/schema.py. All tensors are contiguous, so the sizes
 // below are the strides. Nothing here reads device memory on the host, allocates, or synchronises: grids come from the
@@ -8,14 +8,9 @@
 //     cudaError_t e = qwenrt_paged_attention(&args);      // args.workspace: qwenrt_paged_attention_workspace_size bytes
 #pragma once
 
-#include <cuda_runtime_api.h>
-
-#include <cstddef>
-#include <cstdint>
+#include "types.h"
 
 namespace qwenrt::cuda {
-
-enum class DataType : int32_t { kFloat16 = 0, kBFloat16 = 1, kFloat8E4M3 = 2 };
 
 // What is known before any tensor has contents: the same for every step with these tensor shapes.
 struct PagedAttentionShape {
@@ -64,11 +59,6 @@ struct PagedAttentionArgs {
 // On the device, rows from query_start[S] on are not read and their rows of attn become zeros; of a sequence without rows
 // nothing is read or written. A block id outside the pool, or a position outside the rope table or the block table, is the
 // caller's mistake: nothing is read or written there, and the sequence's rows of attn have no meaning.
-#if defined(__GNUC__)
-#define QWENRT_API __attribute__((visibility("default")))
-#else
-#define QWENRT_API
-#endif
 
 extern "C" {
 

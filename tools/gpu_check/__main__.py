@@ -42,17 +42,20 @@ def parts(library: Path, sanitizer: str | None) -> list[Part]:
 
     no_sanitizer = None if sanitizer else "compute-sanitizer is not installed"
     no_flashinfer = None if importlib.util.find_spec("flashinfer") else "flashinfer is not installed"
-    bench = {name: module("bench", str(library), name) for name in ("rates", "rope", "decode", "prefill", *OTHERS)}
+    bench = {
+        name: module("bench", str(library), name) for name in ("rates", "rope", "decode", "prefill", "experts", *OTHERS)
+    }
     return [
         Part(BUILD, module("build", str(library)), 90),
-        Part("op suite", module("op_suite", str(library)), 100),
+        Part("op suite", module("op_suite", str(library)), 90),
         Part("rates", bench["rates"], 30),
-        Part("decode", bench["decode"], 90),
+        Part("decode", bench["decode"], 70),
         Part("prefill", bench["prefill"], 40),
         Part("rope", bench["rope"], 30),
+        Part("experts", bench["experts"], 40),
         Part("memcheck", sanitized("memcheck"), 60, no_sanitizer),
         Part("racecheck", sanitized("racecheck"), 60, no_sanitizer),
-        Part("flashinfer", bench["flashinfer"], 60, no_flashinfer),
+        Part("flashinfer", bench["flashinfer"], 50, no_flashinfer),
         Part("xqa", bench["xqa"], 40, no_flashinfer),
     ]
 

@@ -1,6 +1,6 @@
 """The parts that time the kernels, each against what the same GPU reaches in the same run.
 
-python -m gpu_check.bench LIBRARY rates|rope|decode|prefill|flashinfer|xqa
+python -m gpu_check.bench LIBRARY rates|rope|decode|prefill|experts|flashinfer|xqa
 """
 
 from __future__ import annotations
@@ -17,20 +17,24 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from qwenrt.plugins.cuda_api import CudaKernels
 
-from .model import Heads, decode_bytes, prefill_flops, rope_bytes
+from .model import Experts, Heads, decode_bytes, experts_bytes, experts_flops, prefill_flops, rope_bytes
 from .parts import Row, emit
-from .step import BLOCK_SIZE, Step, random_tensor
+from .step import BLOCK_SIZE, ExpertsStep, Step, random_tensor
 from .timing import error_of, seconds_per_call, warm_up
 
 Call = Callable[[], Any]
 HEADS = Heads()
+EXPERTS = Experts()
 BATCHES = (1, 16, 64, 256)
 CONTEXTS = (1024, 4096, 16384)
+FEW_TOKENS, MANY_TOKENS = (1, 16, 64), (256, 1024, 4096)
+"""Of a step over experts: where time is that of their matrices, and where it is that of the products."""
 POOL_TYPES = (torch.bfloat16, torch.float8_e4m3fn)
 _MATRIX = 8192
 _COPY_BYTES = 4 << 30
 _MAX_POOLS = 64
 _MIN_CALLS = 4
+_ROUTINGS = 16
 
 
 def rates(_kernels: CudaKernels) -> Iterator[Row]:
@@ -98,6 +102,20 @@ def prefill(kernels: CudaKernels) -> Iterator[Row]:
             if kv_dtype == torch.bfloat16:
                 row["torch_seconds"] = seconds_per_call(_enough([partial(_torch_prefill, query, keys, values)]))
             yield row
+
+
+def experts(kernels: CudaKernels) -> Iterator[Row]:
+    """A layer's mixture of experts, the whole op."""
+    for tokens in (*FEW_TOKENS, *MANY_TOKENS):
+        step = ExpertsStep(kernels, EXPERTS, tokens, _ROUTINGS)
+        step.launch()
+        row: Row = {"pool": "bfloat16", "tokens": tokens, "error": error_of(step.y, step.expected())}
+        if tokens in FEW_TOKENS:
+            row["bytes"] = experts_bytes(EXPERTS, tokens, step.mean_used())
+        else:
+            row["flops"] = experts_flops(EXPERTS, tokens)
+        row["seconds"] = seconds_per_call([partial(step.launch, routing) for routing in range(_ROUTINGS)])
+        yield row
 
 
 def flashinfer(kernels: CudaKernels) -> Iterator[Row]:
@@ -203,7 +221,7 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-BENCHES = {"rates": rates, "rope": rope, "decode": decode, "prefill": prefill, "flashinfer": flashinfer, "xqa": xqa}
+BENCHES = {bench.__name__: bench for bench in (rates, rope, decode, prefill, experts, flashinfer, xqa)}
 
 
 def main() -> int:

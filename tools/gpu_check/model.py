@@ -41,3 +41,24 @@ def rope_bytes(heads: Heads, tokens: int, kv_bytes: int) -> int:
     """Of device memory that RMSNorm, RoPE and the cache write must move: qkv and float32 angles in, q, K and V out."""
     rotated = heads.num_heads * ACTIVATION_BYTES + 2 * heads.num_kv_heads * kv_bytes
     return tokens * (heads.qkv_width * ACTIVATION_BYTES + heads.head_dim * (rotated + 4))
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture of experts; the default is a layer of Qwen3-30B-A3B."""
+
+    num_experts: int = 128
+    top_k: int = 8
+    hidden: int = 2048
+    inner: int = 768
+
+
+def experts_bytes(experts: Experts, tokens: int, used: float) -> int:
+    """Of device memory that a mixture of experts must move: the matrices of `used` experts, x and router logits in, y out."""
+    row = 2 * experts.hidden + experts.num_experts
+    return round((used * 3 * experts.hidden * experts.inner + tokens * row) * ACTIVATION_BYTES)
+
+
+def experts_flops(experts: Experts, tokens: int) -> int:
+    """Of the three products of each token's experts."""
+    return tokens * experts.top_k * 6 * experts.hidden * experts.inner

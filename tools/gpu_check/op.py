@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from qwenrt.plugins.cuda_api import DATA_TYPES, Args, CudaKernels, Shape
+from qwenrt.plugins.cuda_api import DATA_TYPES, ENTRIES, Args, CudaKernels, ExpertsArgs, ExpertsShape, Shape
 
 from .memory import Array, Buffer, Memory
 
@@ -29,8 +29,9 @@ class CudaOp(CudaKernels):
         self.path = library
         self.memory = memory
 
-    def launch(self, args: Args, entry: str = "qwenrt_paged_attention") -> None:
-        """Calls one launcher; raises LaunchError where it fails."""
+    def launch(self, args: Args | ExpertsArgs, entry: str | None = None) -> None:
+        """Calls one launcher, by default that of the whole op; raises LaunchError where it fails."""
+        entry = entry or ENTRIES[type(args.shape)]
         status = getattr(self.library, entry)(ctypes.byref(args))
         if status:
             raise LaunchError(status, entry)
@@ -83,6 +84,31 @@ class CudaOp(CudaKernels):
         self.writes_to(written)
         self.launch(Args(shape=shape, workspace_size=written["workspace"].nbytes, **pointers))
         return written["attn"].read(), written["kv_cache_out"].read()
+
+    def mixture_of_experts(
+        self, x: Array, router_logits: Array, gate_up: Array, down: Array, *, top_k: int, norm_topk_prob: int
+    ) -> Array:
+        """y [T, hidden], of the type of x."""
+        shape = ExpertsShape(
+            num_tokens=len(x),
+            num_experts=router_logits.shape[1],
+            top_k=top_k,
+            hidden=x.shape[1],
+            inner=down.shape[1],
+            norm_topk_prob=norm_topk_prob,
+            dtype=DATA_TYPES[x.dtype.name],
+        )
+        upload = self.memory.upload
+        written = {
+            "y": upload(np.full_like(x, np.nan)),
+            "workspace": upload(np.full(self.workspace_size(shape), 0xFF, np.uint8)),
+        }
+        tensors = {"x": x, "router_logits": router_logits, "gate_up": gate_up, "down": down}
+        buffers = {name: upload(tensor) for name, tensor in tensors.items()} | written
+        self.writes_to(written)
+        pointers = {name: buffer.address for name, buffer in buffers.items()}
+        self.launch(ExpertsArgs(shape=shape, workspace_size=written["workspace"].nbytes, **pointers))
+        return written["y"].read()
 
 
 def make_shape(qkv: Array, kv_cache: Array, block_tables: Array, rope: Array, **attributes: Any) -> Shape:

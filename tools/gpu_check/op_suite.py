@@ -16,6 +16,7 @@ from qwenrt.plugins.reference import paged_attention
 from setup.nvidia import cuda_home
 
 from .cases import BFLOAT16, FLOAT8, FLOAT16, Call, Case, suite
+from .experts import ExpertsCase, check_experts, experts_suite
 from .memory import Array, DeviceMemory, HostMemory
 from .op import CudaOp, LaunchError
 from .parts import Row, emit
@@ -31,6 +32,8 @@ SMALL = (
     "window of 65",
     "a long sequence",
     "float8 pool, head_dim 128, blocks of 16",
+    "experts, eight of 128",
+    "experts, several tiles",
 )
 """What the cases of the small suite have in their names: each kernel and each kind of tile once or twice."""
 
@@ -106,12 +109,20 @@ def _stored_rows(call: Call, pool: Array) -> Array:
     return rows
 
 
-def run_case(op: CudaOp, case: Case) -> Row:
+def whole_suite(small: bool = False) -> list[Case | ExpertsCase]:
+    """The cases of both ops; small: few of them, for compute-sanitizer."""
+    cases: list[Case | ExpertsCase] = [*suite(), *experts_suite()]
+    return [case for case in cases if not small or any(part in case.name for part in SMALL)]
+
+
+def run_case(op: CudaOp, case: Case | ExpertsCase) -> Row:
     """Whether the case passes and, where it does not, what was wrong. Raises CudaError if the GPU has failed."""
     call = case.call()
     row: Row = {"case": case.name, "passed": True}
     try:
-        if call.tensors["kv_cache"].dtype == FLOAT8:
+        if isinstance(case, ExpertsCase):
+            check_experts(op, call)
+        elif call.tensors["kv_cache"].dtype == FLOAT8:
             check_float8(op, call)
         else:
             check(op, call)
@@ -129,9 +140,8 @@ def main() -> int:
     parser.add_argument("--host", action="store_true", help="the library is a build for the host: tests/simt")
     options = parser.parse_args()
     op = CudaOp(options.library, HostMemory() if options.host else DeviceMemory(CudaRuntime(cuda_home())))
-    cases = [case for case in suite() if not options.small or any(part in case.name for part in SMALL)]
     passed = True
-    for case in cases:
+    for case in whole_suite(options.small):
         row = run_case(op, case)
         passed = passed and row["passed"]
         emit(row)

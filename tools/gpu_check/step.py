@@ -6,9 +6,10 @@ import ctypes
 
 import torch
 
-from qwenrt.plugins.cuda_api import DATA_TYPES, Args, CudaKernels, Shape
+from qwenrt.plugins import torch_experts
+from qwenrt.plugins.cuda_api import DATA_TYPES, Args, CudaKernels, ExpertsArgs, ExpertsShape, Shape
 
-from .model import Heads
+from .model import Experts, Heads
 
 BLOCK_SIZE = 32
 """Tokens in a block of the pool: what `qwenrt export` takes unless told otherwise."""
@@ -94,6 +95,64 @@ class Step:
             blocks = self.pools[pool].view(torch.uint8)[table].view(self.pools[pool].dtype)
             both[:, sequence] = blocks.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, : self.context]
         return both[0], both[1]
+
+
+class ExpertsStep:
+    """A layer of bfloat16 experts, and the routing of `tokens` tokens for each of several steps.
+
+    Every step has other experts for its tokens, so that a launch per step finds little of its own in the GPU's cache.
+    """
+
+    def __init__(self, kernels: CudaKernels, experts: Experts, tokens: int, steps: int) -> None:
+        self.kernels, self.experts = kernels, experts
+        dtype = torch.bfloat16
+        self.x = random_tensor((tokens, experts.hidden), dtype)
+        self.logits = [random_tensor((tokens, experts.num_experts), dtype) for _ in range(steps)]
+        self.gate_up = random_tensor((experts.num_experts * 2 * experts.inner, experts.hidden), dtype)
+        self.down = random_tensor((experts.num_experts * experts.hidden, experts.inner), dtype)
+        # As they are in a model: so that an output is about as large as x.
+        self.gate_up *= experts.hidden**-0.5
+        self.down *= experts.inner**-0.5
+        self.y = torch.empty_like(self.x)
+        shape = ExpertsShape(
+            num_tokens=tokens,
+            num_experts=experts.num_experts,
+            top_k=experts.top_k,
+            hidden=experts.hidden,
+            inner=experts.inner,
+            norm_topk_prob=1,
+            dtype=DATA_TYPES["bfloat16"],
+        )
+        self.workspace = torch.empty(kernels.workspace_size(shape), dtype=torch.uint8, device="cuda")
+        self.args = ExpertsArgs(
+            shape=shape,
+            x=self.x.data_ptr(),
+            gate_up=self.gate_up.data_ptr(),
+            down=self.down.data_ptr(),
+            y=self.y.data_ptr(),
+            workspace=self.workspace.data_ptr(),
+            workspace_size=self.workspace.numel(),
+        )
+
+    def launch(self, step: int = 0) -> None:
+        """Queues the op on PyTorch's current stream. Raises RuntimeError if CUDA refuses."""
+        self.args.router_logits = self.logits[step].data_ptr()
+        self.args.stream = torch.cuda.current_stream().cuda_stream
+        status = self.kernels.library.qwenrt_mixture_of_experts(ctypes.byref(self.args))
+        if status:
+            raise RuntimeError(f"qwenrt_mixture_of_experts: cudaError_t {status}")
+
+    def expected(self, step: int = 0) -> torch.Tensor:
+        """y by PyTorch, in float32."""
+        x, logits = self.x.float(), self.logits[step].float()
+        matrices = self.gate_up, self.down, None, None, None, None
+        y: torch.Tensor = torch_experts.mixture_of_experts(x, logits, *matrices, self.experts.top_k, 1)
+        return y
+
+    def mean_used(self) -> float:
+        """Experts that a step's tokens go to, over the steps."""
+        chosen: list[int] = [logits.topk(self.experts.top_k).indices.unique().numel() for logits in self.logits]
+        return sum(chosen) / len(chosen)
 
 
 def random_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

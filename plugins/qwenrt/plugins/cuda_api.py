@@ -41,6 +41,30 @@ class Args(ctypes.Structure):
     )
 
 
+class ExpertsShape(ctypes.Structure):
+    """qwenrt::cuda::MixtureOfExpertsShape."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_int32)
+        for name in ("num_tokens", "num_experts", "top_k", "hidden", "inner", "norm_topk_prob", "dtype")
+    )
+
+
+class ExpertsArgs(ctypes.Structure):
+    """qwenrt::cuda::MixtureOfExpertsArgs."""
+
+    _fields_ = (
+        ("shape", ExpertsShape),
+        *((name, ctypes.c_void_p) for name in ("x", "router_logits", "gate_up", "down", "y", "workspace")),
+        ("workspace_size", ctypes.c_size_t),
+        ("stream", ctypes.c_void_p),
+    )
+
+
+ENTRIES = {Shape: "qwenrt_paged_attention", ExpertsShape: "qwenrt_mixture_of_experts"}
+"""The function that runs a whole op, by the type of the op's shapes."""
+
+
 class CudaKernels:
     """The kernels' library, loaded."""
 
@@ -50,17 +74,18 @@ class CudaKernels:
             self.library = ctypes.CDLL(str(library))
         except OSError as error:
             raise ConfigError(f"{library} does not load: {error}; build it again with: make cuda") from None
-        self.library.qwenrt_paged_attention_unsupported.restype = ctypes.c_char_p
-        self.library.qwenrt_paged_attention_workspace_size.restype = ctypes.c_size_t
+        for entry in ENTRIES.values():
+            getattr(self.library, f"{entry}_unsupported").restype = ctypes.c_char_p
+            getattr(self.library, f"{entry}_workspace_size").restype = ctypes.c_size_t
 
-    def unsupported(self, shape: Shape) -> str | None:
+    def unsupported(self, shape: Shape | ExpertsShape) -> str | None:
         """Why the kernels cannot run this shape, or None."""
-        message = self.library.qwenrt_paged_attention_unsupported(ctypes.byref(shape))
+        message = getattr(self.library, f"{ENTRIES[type(shape)]}_unsupported")(ctypes.byref(shape))
         return None if message is None else message.decode()
 
-    def workspace_size(self, shape: Shape) -> int:
+    def workspace_size(self, shape: Shape | ExpertsShape) -> int:
         """Bytes of workspace for this shape."""
-        return int(self.library.qwenrt_paged_attention_workspace_size(ctypes.byref(shape)))
+        return int(getattr(self.library, f"{ENTRIES[type(shape)]}_workspace_size")(ctypes.byref(shape)))
 
     def launch(self, args: Args) -> None:
         """Queue PagedAttention on `args.stream`; raises DeviceError with the cudaError_t if it cannot be."""

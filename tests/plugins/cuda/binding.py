@@ -7,7 +7,7 @@ from pathlib import Path
 
 from gpu_check.memory import Buffer, HostMemory
 from gpu_check.op import CudaOp, LaunchError
-from qwenrt.plugins.cuda_api import Args
+from qwenrt.plugins.cuda_api import ENTRIES, Args, ExpertsArgs
 
 
 class EmulatedCuda(CudaOp):
@@ -19,10 +19,10 @@ class EmulatedCuda(CudaOp):
         self.seed = seed
         self.num_sms = num_sms
 
-    def launch(self, args: Args, entry: str = "qwenrt_paged_attention") -> None:
-        """Calls one launcher; raises LaunchError, with what the emulator says of it, where it fails."""
+    def launch(self, args: Args | ExpertsArgs, entry: str | None = None) -> None:
+        """Calls one launcher, by default the whole op; raises LaunchError with what the emulator says of it."""
         self.library.simt_configure(self.seed, self.num_sms)
-        status = getattr(self.library, entry)(ctypes.byref(args))
+        status = getattr(self.library, entry or ENTRIES[type(args.shape)])(ctypes.byref(args))
         if status != 0:
             raise LaunchError(status, self.library.simt_error().decode())
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from gpu_check.cases import MIXED, make_call
+from gpu_check.experts import check_experts, make_experts_call
 from gpu_check.op import LaunchError
 from gpu_check.op_suite import check
 from tests.simt.build import KERNELS, Variant, build, missing
@@ -202,7 +203,68 @@ MUTANTS = [
         "cudaFuncAttributeMaxDynamicSharedMemorySize, 0",
         "cudaError 1",
     ),
+    Mutant(
+        "experts: a stage overwritten while it is read",
+        "experts.cu",
+        "__syncthreads();  // this step",
+        "//",
+        RACE,
+        Variant.RACES,
+    ),
+    Mutant(
+        "sort: sums of warps that are not there yet",
+        "routing.cu",
+        "__syncthreads();  // every warp",
+        "//",
+        RACE,
+        Variant.RACES,
+    ),
+    Mutant(
+        "experts: wait for one copy too few", "experts.cu", "wait<kStages - 2>", "wait<kStages - 1>", "never waited for"
+    ),
+    Mutant(
+        "experts: 32 bytes too little",
+        "experts.cu",
+        "static_cast<int>(sizeof(Stage));",
+        "static_cast<int>(sizeof(Stage)) - 32;",
+        "outside",
+    ),
+    Mutant(
+        "experts: more shared memory than was asked for",
+        "experts.cu",
+        "cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes",
+        "cudaFuncAttributeMaxDynamicSharedMemorySize, 0",
+        "cudaError 1",
+    ),
+    Mutant("experts: summed beyond the depth", "experts.cu", "inside = at < depth", "inside = true", WRONG),
+    Mutant("experts: silu of up", "experts.cu", "silu(low) * sums[i][j + kResults]", "low * sums[i][j]", WRONG),
+    Mutant("experts: half of the stride", "experts.cu", "(kGated ? 2 : 1) * width", "width", WRONG),
+    Mutant("experts: full tiles only", "experts.cu", "+ kTileRows - 1) / kTileRows;", ") / kTileRows;", WRONG),
+    Mutant(
+        "experts: too few tiles",
+        "experts.cu",
+        "p.pairs / kTileRows + (p.pairs < shape.num_experts ? p.pairs : shape.num_experts)",
+        "p.pairs / kTileRows + 1",
+        WRONG,
+    ),
+    Mutant(
+        "experts: one fragment of two", "experts.cu", "if (i * 16 >= active) continue;", "if (i > 0) continue;", WRONG
+    ),
+    Mutant("choose: the higher number first", "routing.cu", "a.expert < b.expert);", "a.expert > b.expert);", WRONG),
+    Mutant("choose: always normalised", "routing.cu", "if (shape.norm_topk_prob != 0)", "", WRONG),
+    Mutant(
+        "choose: shuffle where lanes have left",
+        "routing.cu",
+        "float kept = 0.0f;",
+        "if (lane >= shape.top_k) return;\n    float kept = 0.0f;",
+        "divergent warp",
+    ),
+    Mutant("sort: rows of lower experts", "routing.cu", "all.below + earlier.equal", "earlier.equal", WRONG),
+    Mutant("sort: two pairs in one row", "routing.cu", "        ++row;\n", "", WRONG),
+    Mutant("sort: another token", "routing.cu", "pair / p.args.shape.top_k", "pair % p.args.shape.num_tokens", WRONG),
+    Mutant("gather: shares too large", "routing.cu", "share * one.v[k]", "(share + 1.0f) * one.v[k]", WRONG),
 ]
+EXPERTS = ("experts.cu", "routing.cu")
 
 
 @pytest.mark.slow
@@ -217,8 +279,9 @@ def test_mutant_is_found(mutant: Mutant, tmp_path: Path) -> None:
         f"{mutant.file} has {source.count(mutant.old)} of {mutant.old!r}: update the mutant"
     )
     (kernels / mutant.file).write_text(source.replace(mutant.old, mutant.new))
+    run = run_enough_experts if mutant.file in EXPERTS else run_enough
     with pytest.raises((AssertionError, LaunchError), match=mutant.found):
-        run_enough(EmulatedCuda(build(mutant.variant, kernels), num_sms=1))
+        run(EmulatedCuda(build(mutant.variant, kernels), num_sms=1))
 
 
 def run_enough(cuda: EmulatedCuda) -> None:
@@ -227,10 +290,17 @@ def run_enough(cuda: EmulatedCuda) -> None:
     check(cuda, make_call([(1, 700), (40, 140), (1, 300)], dtype=np.float16, head_dim=128, num_heads=2, num_kv_heads=1))
 
 
+def run_enough_experts(cuda: EmulatedCuda) -> None:
+    """The same: rings that wrap, tiles that are not full along any side, experts without tokens, equal logits, both norms."""
+    check_experts(cuda, make_experts_call(70, 12, 3, 264, 72, dtype=ml_dtypes.bfloat16))
+    check_experts(cuda, make_experts_call(300, 3, 1, 72, 200, dtype=np.float16, norm=0))
+
+
 def test_the_kernels_themselves_have_no_race() -> None:
     if reason := missing():
         pytest.skip(reason)
     run_enough(EmulatedCuda(build(Variant.RACES)))
+    run_enough_experts(EmulatedCuda(build(Variant.RACES)))
     cuda = EmulatedCuda(build(Variant.RACES), seed=1, num_sms=4)
     run_enough(cuda)
     for head_dim in (64, 128):

@@ -19,13 +19,18 @@ from tests.simt.build import KERNELS
 from .readme import ARCHITECTURES, Kernel, kernels
 
 FLAGS = ["-std=c++17", "-O3", "-lineinfo", "-Xptxas", "-v", "-Werror", "all-warnings", "-Xcompiler", "-Wall,-Wextra"]
-ATTENTION = {"decode": "decode_kernel", "prefill": "prefill_kernel"}
+PRODUCTS = {"decode": "decode_kernel", "prefill": "prefill_kernel", "experts": "experts_kernel"}
+"""The kernels that live by tensor cores."""
 REGISTERS_PER_SM = 64 * 1024
 THREADS = 128
 BLOCKS_PER_SM = 2
 
 README_VERSION = "release 13.0"
-UNITS = {"rope_cache": "rope_cache", "decode": "decode", "combine": "decode", "prefill": "prefill"}
+UNITS = {
+    **{name: name for name in ("rope_cache", "decode", "prefill", "experts")},
+    "combine": "decode",
+    **dict.fromkeys(("choose", "sort", "gather"), "routing"),
+}
 SHARED_KIB = {80: 164, 86: 100, 89: 100, 90: 228, 100: 228, 120: 100}
 """Of a multiprocessor; each block takes 1 KiB more than it asks for."""
 MAX_THREADS = {80: 2048, 86: 1536, 89: 1536, 90: 2048, 100: 2048, 120: 1536}
@@ -76,27 +81,27 @@ def test_compiles_without_warning_or_spill(unit: str, architecture: int, compile
     _, log = compiled(unit, architecture)
     assert "warning" not in log
     assert set(re.findall(r"(\d+) bytes spill", log)) <= {"0"}, log
-    if unit in ATTENTION:
+    if unit in PRODUCTS:
         registers = [int(count) for count in re.findall(r"Used (\d+) registers", log)]
         assert registers
         assert max(registers) <= 255
         assert BLOCKS_PER_SM * THREADS * max(registers) <= REGISTERS_PER_SM
 
 
-@pytest.mark.parametrize("unit", ATTENTION)
+@pytest.mark.parametrize("unit", PRODUCTS)
 def test_uses_tensor_cores_matrix_loads_and_asynchronous_copies(unit: str, compiled: Compile) -> None:
     cubin, _ = compiled(unit, 90)
     listing = subprocess.run([nvdisasm(), "-c", str(cubin)], capture_output=True, text=True, check=True).stdout
     sections = re.split(r"\.section\s+\.text\.", listing)[1:]
-    kernels = [section for section in sections if ATTENTION[unit] in section.splitlines()[0]]
-    assert len(kernels) >= 4  # two types, two head dimensions
+    kernels = [section for section in sections if PRODUCTS[unit] in section.splitlines()[0]]
+    assert len(kernels) >= 4  # two types, two head dimensions or products
+    softmax = [] if unit == "experts" else ["LDSM.16.MT88.4", "MUFU.EX2"]
     for kernel in kernels:
         for instruction in (
             "HMMA.16816.F32",
             "LDSM.16.M88.4",
-            "LDSM.16.MT88.4",
             "LDGSTS.E.BYPASS.LTC128B.128",
-            "MUFU.EX2",
+            *softmax,
         ):
             assert instruction in kernel, f"no {instruction} in {kernel.splitlines()[0]}"
 

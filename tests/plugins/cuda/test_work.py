@@ -88,7 +88,7 @@ def test_prefill_reads_k_and_v_once_for_every_tile_of_128_rows(
     assert products * PRODUCT_FLOPS == num_kv_heads * tiles * 4 * PREFILL_ROWS * TILE * head_dim
 
 
-@pytest.mark.parametrize("kernel", [kernel for kernel in kernels() if kernel.shared], ids=str)
+@pytest.mark.parametrize("kernel", [kernel for kernel in kernels() if kernel.shared and kernel.head_dim], ids=str)
 def test_a_block_asks_for_the_shared_memory_that_the_readme_says(cuda: EmulatedCuda, kernel: Kernel) -> None:
     sizes = {"num_tokens": 99, "num_seqs": 1, "max_blocks": 8, "num_blocks": 8, "max_positions": 16, "block_size": 16}
     heads = {"num_heads": 1, "num_kv_heads": 1, "head_dim": kernel.head_dim, "sliding_window": -1, "scale": 1.0}

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from gpu_check.cases import BFLOAT16, FLOAT8, make_call
-from gpu_check.model import Heads, decode_bytes, prefill_flops, rope_bytes
+from gpu_check.experts import make_experts_call
+from gpu_check.model import Experts, Heads, decode_bytes, experts_bytes, experts_flops, prefill_flops, rope_bytes
 
 HEADS = Heads(num_heads=8, num_kv_heads=2, head_dim=64)
 
@@ -32,3 +33,12 @@ def test_decode_of_the_target_moves_what_the_readme_says() -> None:
 def test_flops_are_two_products_over_what_each_row_sees() -> None:
     seen = np.tri(7).sum()
     assert prefill_flops(HEADS, 7) == 2 * (2 * 8 * 64) * seen
+
+
+def test_experts_move_their_tensors_and_compute_three_products_a_row() -> None:
+    experts = Experts(num_experts=8, top_k=2, hidden=64, inner=24)
+    call = make_experts_call(5, 8, 2, 64, 24, dtype=BFLOAT16)
+    x, matrices = call.tensors["x"], call.tensors["gate_up"].nbytes + call.tensors["down"].nbytes
+    assert experts_bytes(experts, 5, 8) == 2 * x.nbytes + call.tensors["router_logits"].nbytes + matrices
+    assert experts_bytes(experts, 5, 3) == experts_bytes(experts, 5, 8) - matrices * 5 // 8
+    assert experts_flops(experts, 5) == 5 * 2 * 2 * (call.tensors["gate_up"].size + call.tensors["down"].size) // 8
