@@ -51,6 +51,19 @@ class PagedAttention(OpRun):  # type: ignore[misc]
         return attn.astype(qkv.dtype), cache_out.astype(cache.dtype)
 
 
+class MixtureOfExperts(OpRun):  # type: ignore[misc]
+    """The node, in float32 between inputs and outputs of the graph's types."""
+
+    op_domain = DOMAIN
+
+    def _run(self, *inputs: npt.NDArray[Any], **attributes: Any) -> tuple[npt.NDArray[Any]]:
+        y = reference.mixture_of_experts(*(value.astype(np.float32) for value in inputs), **attributes)
+        return (y.astype(inputs[0].dtype),)
+
+
+NEW_OPS = [PagedAttention, MixtureOfExperts]
+
+
 @pytest.fixture(scope="module")
 def folders(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Engine folders of a random checkpoint by (dtype, weights), exported for TensorRT where that is missing."""
@@ -185,7 +198,7 @@ def test_the_graph_computes_what_the_model_does(folders: Any, tiny_checkpoint: P
     ]
     caches = [np.zeros((8, 2, 2, BLOCK_SIZE, 32), NUMPY[dtype]) for _ in range(4)]
     expected_caches = empty_caches(module, 8, BLOCK_SIZE)
-    evaluator = ReferenceEvaluator(onnx.load(engine / "model.onnx"), new_ops=[PagedAttention])
+    evaluator = ReferenceEvaluator(onnx.load(engine / "model.onnx"), new_ops=NEW_OPS)
     for step in steps:
         logits, *caches = evaluator.run(
             None, step._asdict() | {f"kv_cache.{i}": cache for i, cache in enumerate(caches)}
@@ -253,6 +266,26 @@ def test_the_graphs_of_two_ranks_compute_together_what_that_of_one_does(
     assert relative_error(first, expected) < LOGITS["bfloat16"]
 
 
+@pytest.mark.parametrize("dtype", NUMPY)
+def test_a_graph_with_experts_computes_what_the_model_does(dtype: str, tmp_path: Path) -> None:
+    """With all experts for every token, since a router's logit that is rounded may choose another."""
+    experts = {"num_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 24, "norm_topk_prob": True}
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", family="qwen3_moe", num_hidden_layers=2, **experts)
+    engine = export_graph(checkpoint, tmp_path / "engine", dtype=dtype)
+    graph, name = graph_of(engine), dtype.upper()
+    nodes = [node for node in graph.node if node.op_type == "MixtureOfExperts"]
+    types = types_of(graph)
+    assert [[types[value] for value in (*node.input, *node.output)] for node in nodes] == [[name] * 5] * 2
+    module = load_module(checkpoint, block_size=BLOCK_SIZE, max_model_len=64)
+    module.load_state_dict(decoded_weights(engine), strict=False)
+    step = make_step([(list(range(15)), 0), (list(range(40, 45)), 0)], scattered_blocks(2, 3, 8))
+    caches = {f"kv_cache.{layer}": np.zeros((8, 2, 2, BLOCK_SIZE, 32), NUMPY[dtype]) for layer in range(2)}
+    evaluator = ReferenceEvaluator(onnx.load(engine / "model.onnx"), new_ops=NEW_OPS)
+    actual = evaluator.run(["logits"], step._asdict() | caches)[0]
+    expected, _ = run(module, step, empty_caches(module, 8, BLOCK_SIZE))
+    assert relative_error(actual, expected) < LOGITS[dtype]
+
+
 @pytest.mark.parametrize(("task", "width"), [("embed", 64), ("classify", 3)])
 def test_a_pooling_graph_computes_what_the_model_does(task: str, width: int, tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path / "checkpoint", task=task, num_labels=3, num_hidden_layers=2)
@@ -264,7 +297,7 @@ def test_a_pooling_graph_computes_what_the_model_does(task: str, width: int, tmp
     module.load_state_dict(decoded_weights(engine), strict=False)
     step = make_step([(list(range(15)), 0), (list(range(40, 45)), 0)], scattered_blocks(2, 3, 8))
     caches = {f"kv_cache.{layer}": np.zeros((8, 2, 2, BLOCK_SIZE, 32), NUMPY["bfloat16"]) for layer in range(2)}
-    evaluator = ReferenceEvaluator(onnx.load(engine / "model.onnx"), new_ops=[PagedAttention])
+    evaluator = ReferenceEvaluator(onnx.load(engine / "model.onnx"), new_ops=NEW_OPS)
     actual = evaluator.run(["logits"], step._asdict() | caches)[0]
     expected, _ = run(module, step, empty_caches(module, 8, BLOCK_SIZE))
     assert actual.dtype == np.float32 and actual.shape[1] == width

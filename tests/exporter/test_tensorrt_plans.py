@@ -380,14 +380,28 @@ def run_on(machine: dict[str, str], plugin: Path, *arguments: str | Path) -> str
     return stdout
 
 
-def test_a_mixture_of_experts_is_refused(tmp_path: Path) -> None:
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-    checkpoint = write_checkpoint(tmp_path / "checkpoint", family="qwen3_moe", num_hidden_layers=1, **experts)
-    with pytest.raises(
-        ConfigError, match="a mixture of experts is not built for tensorrt-rtx yet; take target onnxruntime"
-    ):
-        export(checkpoint, tmp_path / "engine", target="tensorrt-rtx")
+EXPERTS = {"family": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+
+@pytest.mark.parametrize("weights", ["int4", "fp8"])
+def test_experts_in_other_formats_are_refused(weights: str, tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", num_hidden_layers=1, **EXPERTS)
+    with pytest.raises(ConfigError, match=f"weights is '{weights}', must be bfloat16: .* stored for tensorrt-rtx"):
+        export(checkpoint, tmp_path / "engine", target="tensorrt-rtx", weights=weights)
     assert not (tmp_path / "engine").exists()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
+def test_a_mixture_of_experts_is_built(dtype: str, tmp_path: Path) -> None:
+    shape = {"head_dim": 64, "num_hidden_layers": 3, "mlp_only_layers": [1], **EXPERTS}
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", **shape)
+    engine = export(checkpoint, tmp_path / "engine", target="tensorrt-rtx", dtype=dtype, compute_capabilities=["8.9"])
+    (plan,) = engine.manifest.plans
+    content = engine.file(plan.file).read_bytes()
+    assert content.count(b"MixtureOfExperts") >= 2
+    assert len(content) > engine.file("model.safetensors").stat().st_size
+    # The workspace: each of the largest step's tokens goes to two experts.
+    assert plan.activation_bytes > 2 * engine.manifest.limits.max_num_batched_tokens * 2 * (64 + 32)
 
 
 @pytest.mark.slow

@@ -87,8 +87,8 @@ def export(
     TensorParallel.of(config, tp)
     if tp > 1:
         _check_sharded(tp, dtype, weights, max_lora_rank)
-    if config.experts is not None and target != "onnxruntime":
-        raise ConfigError(f"a mixture of experts is not built for {target} yet; take target onnxruntime")
+    if config.experts is not None and target != "onnxruntime" and weights != dtype:
+        raise ConfigError(f"weights is {weights!r}, must be {dtype}: that is how experts are stored for {target}")
     limits = _limits(config, max_model_len, max_num_seqs, max_num_batched_tokens)
     checkpoint = source.checkpoint()
     checkpoint.check(config)

@@ -194,10 +194,15 @@ MIXTURE_OF_EXPERTS = OpSpec(
         "the last bit, on which other rows are computed with it. Integer matrices are as those of Linear, each expert in whole "
         "panels; x and the inner values are rounded to int8 row by row."
     ),
-    types={"F": ("float",), "W": ("float", "float16", "bfloat16", "int8", "uint8"), "U": ("uint8",)},
+    types={
+        "T": ("float", "float16", "bfloat16"),
+        "F": ("float",),
+        "W": ("float", "float16", "bfloat16", "int8", "uint8"),
+        "U": ("uint8",),
+    },
     inputs=(
-        Value("x", "F", "[T, hidden]", "tokens"),
-        Value("router_logits", "F", "[T, num_experts]", "how well each expert suits each token"),
+        Value("x", "T", "[T, hidden]", "tokens"),
+        Value("router_logits", "T", "[T, num_experts]", "how well each expert suits each token"),
         Value("gate_up", "W", "[num_experts * 2 * inner, hidden]", "of each expert the gate's rows, then the up's"),
         Value("down", "W", "[num_experts * hidden, inner]", "the experts' down projections, one below the other"),
         dataclasses.replace(_SCALE, name="gate_up_scale", shape="[num_experts * 2 * inner]"),
@@ -205,7 +210,7 @@ MIXTURE_OF_EXPERTS = OpSpec(
         dataclasses.replace(_GROUPS, name="gate_up_groups"),
         dataclasses.replace(_GROUPS, name="down_groups"),
     ),
-    outputs=(Value("y", "F", "[T, hidden]", "sum over each token's experts"),),
+    outputs=(Value("y", "T", "[T, hidden]", "sum over each token's experts"),),
     attributes=(
         Attribute("top_k", int, "experts of a token"),
         Attribute("norm_topk_prob", int, "1: the shares of a token's experts add up to 1"),

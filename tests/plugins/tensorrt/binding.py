@@ -14,12 +14,14 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu_check.memory import aligned
-from qwenrt.plugins.schema import PAGED_ATTENTION
+from qwenrt.plugins.schema import MIXTURE_OF_EXPERTS, PAGED_ATTENTION
 
 Array = npt.NDArray[Any]
 Shape = Sequence[int]
 INPUTS = [value.name for value in PAGED_ATTENTION.inputs]
 OUTPUTS = [value.name for value in PAGED_ATTENTION.outputs]
+EXPERTS_INPUTS = [value.name for value in MIXTURE_OF_EXPERTS.inputs][:4]
+"""Those of a node with 16-bit matrices."""
 LINEAR_FORMAT = 0
 
 
@@ -170,17 +172,24 @@ class Host:
         """The lines logged since the last call, each its severity and its text."""
         return list(self.library.host_take_messages().decode().splitlines())
 
-    def creator(self) -> ctypes.c_void_p:
-        """The only creator that the library gives out."""
+    def creators(self) -> dict[str, ctypes.c_void_p]:
+        """The creators that the library gives out, by the names of their ops."""
         count = ctypes.c_int32()
         self.plugin.getCreators.restype = ctypes.POINTER(ctypes.c_void_p)
-        creators = self.plugin.getCreators(ctypes.byref(count))
-        assert count.value == 1
-        return ctypes.c_void_p(creators[0])
+        given = self.plugin.getCreators(ctypes.byref(count))
+        creators = [ctypes.c_void_p(address) for address in given[: count.value]]
+        return {self.library.creator_text(creator).decode().split("/")[1]: creator for creator in creators}
 
-    def create(self, values: Mapping[str, Any], phase: Phase = Phase.BUILD, name: str = "node") -> Plugin | None:
+    def create(
+        self,
+        values: Mapping[str, Any],
+        phase: Phase = Phase.BUILD,
+        name: str = "node",
+        op: str = PAGED_ATTENTION.name,
+    ) -> Plugin | None:
         fields, _kept = make_fields(values)
-        made = self.library.creator_create(self.creator(), name.encode(), ctypes.byref(fields), ctypes.c_int32(phase))
+        creator = self.creators()[op]
+        made = self.library.creator_create(creator, name.encode(), ctypes.byref(fields), ctypes.c_int32(phase))
         return None if made is None else Plugin(self.library, made)
 
 
@@ -190,6 +199,7 @@ class Plugin:
     def __init__(self, library: ctypes.CDLL, address: int) -> None:
         self.library = library
         self.address = ctypes.c_void_p(address)
+        self.num_outputs = int(library.plugin_num_outputs(self.address))
 
     def __del__(self) -> None:
         self.library.plugin_destroy(self.address)
@@ -200,20 +210,22 @@ class Plugin:
     def serialized(self) -> dict[str, Any]:
         return read_fields(self.library.plugin_serialize(self.address).contents)
 
-    def output_types(self, inputs: Sequence[DataType], num_outputs: int = len(OUTPUTS)) -> list[DataType] | None:
+    def output_types(self, inputs: Sequence[DataType], num_outputs: int | None = None) -> list[DataType] | None:
+        num_outputs = num_outputs or self.num_outputs
         given, outputs = (ctypes.c_int32 * len(inputs))(*inputs), (ctypes.c_int32 * num_outputs)()
         status = self.library.plugin_output_types(self.address, outputs, num_outputs, given, len(inputs))
         return None if status else [DataType(kind) for kind in outputs]
 
     def output_shapes(self, inputs: Sequence[Shape]) -> list[tuple[int, ...]] | None:
-        given, outputs = (Dims * len(inputs))(*map(dims, inputs)), (Dims * len(OUTPUTS))()
-        status = self.library.plugin_output_shapes(self.address, given, len(inputs), outputs, len(OUTPUTS))
+        given, outputs = (Dims * len(inputs))(*map(dims, inputs)), (Dims * self.num_outputs)()
+        status = self.library.plugin_output_shapes(self.address, given, len(inputs), outputs, self.num_outputs)
         return None if status else [tuple(out.d[: out.rank]) for out in outputs]
 
     def supports(self, position: int, types: Sequence[DataType], formats: Sequence[int] | None = None) -> bool:
         layouts = formats or [LINEAR_FORMAT] * len(types)
         descs = (DynamicDesc * len(types))(*(DynamicDesc(desc((), t, f)) for t, f in zip(types, layouts, strict=True)))
-        return bool(self.library.plugin_supports(self.address, position, descs, len(INPUTS), len(OUTPUTS)))
+        num_inputs = len(types) - self.num_outputs
+        return bool(self.library.plugin_supports(self.address, position, descs, num_inputs, self.num_outputs))
 
     def configure(self, shapes: Sequence[Shape], largest: Sequence[Shape], types: Sequence[DataType]) -> int:
         return int(self._dynamic("plugin_configure", shapes, largest, types))
@@ -230,12 +242,12 @@ class Plugin:
                 for shape, most, kind in zip(shapes, largest, types, strict=True)
             )
         )
-        outputs = (DynamicDesc * len(OUTPUTS))()
-        return getattr(self.library, function)(self.address, given, len(shapes), outputs, len(OUTPUTS))
+        outputs = (DynamicDesc * self.num_outputs)()
+        return getattr(self.library, function)(self.address, given, len(shapes), outputs, self.num_outputs)
 
     def shape_change(self, shapes: Sequence[Shape], types: Sequence[DataType]) -> int:
-        given = (Desc * len(shapes))(*map(desc, shapes, types))
-        return int(self.library.plugin_shape_change(self.address, given, len(shapes), (Desc * 2)(), len(OUTPUTS)))
+        given, outputs = (Desc * len(shapes))(*map(desc, shapes, types)), (Desc * self.num_outputs)()
+        return int(self.library.plugin_shape_change(self.address, given, len(shapes), outputs, self.num_outputs))
 
     def enqueue(self, tensors: Sequence[Array], outputs: Sequence[Array], workspace: Array) -> int:
         descs = [(Desc * len(some))(*(desc(t.shape, TYPES[t.dtype]) for t in some)) for some in (tensors, outputs)]
@@ -252,15 +264,25 @@ class PluginOp:
     def paged_attention(self, *, in_place: bool = False, **arguments: Any) -> tuple[Array, Array]:
         """(attn, kv_cache_out); in_place: with one buffer bound to kv_cache and kv_cache_out, a copy of the argument."""
         tensors = [aligned(arguments.pop(name)) for name in INPUTS]
-        plugin = self.host.create(arguments)
-        assert plugin is not None, self.host.messages()
         qkv, pool = tensors[0], tensors[INPUTS.index("kv_cache")]
-        shapes, types = [t.shape for t in tensors], [TYPES[t.dtype] for t in tensors]
-        assert plugin.configure(shapes, shapes, types) == 0, self.host.messages()
         attn = aligned(np.full((len(qkv), arguments["num_heads"] * arguments["head_dim"]), np.nan, qkv.dtype))
         pool_out = pool if in_place else aligned(np.zeros_like(pool))
+        self._step(PAGED_ATTENTION.name, arguments, tensors, [attn, pool_out])
+        return attn, pool_out
+
+    def mixture_of_experts(self, **arguments: Any) -> Array:
+        """y."""
+        tensors = [aligned(arguments.pop(name)) for name in EXPERTS_INPUTS]
+        y = aligned(np.full_like(tensors[0], np.nan))
+        self._step(MIXTURE_OF_EXPERTS.name, arguments, tensors, [y])
+        return y
+
+    def _step(self, op: str, attributes: Mapping[str, Any], tensors: Sequence[Array], outputs: Sequence[Array]) -> None:
+        plugin = self.host.create(attributes, op=op)
+        assert plugin is not None, self.host.messages()
+        shapes, types = [t.shape for t in tensors], [TYPES[t.dtype] for t in tensors]
+        assert plugin.configure(shapes, shapes, types) == 0, self.host.messages()
         workspace = aligned(np.full(plugin.workspace_size(shapes, types), 0xFF, np.uint8))
         attached = plugin.clone("plugin_attach")
         assert attached.shape_change(shapes, types) == 0, self.host.messages()
-        assert attached.enqueue(tensors, [attn, pool_out], workspace) == 0, self.host.messages()
-        return attn, pool_out
+        assert attached.enqueue(tensors, outputs, workspace) == 0, self.host.messages()

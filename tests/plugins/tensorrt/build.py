@@ -60,7 +60,7 @@ def _library(
         *sources,
         *inputs,
         *PLUGIN.glob("*.h"),
-        simt.KERNELS / "paged_attention.h",
+        *simt.KERNELS.glob("*.h"),
         generated / "qwenrt_ops.h",
         Path(__file__),
     ]

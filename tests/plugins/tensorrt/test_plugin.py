@@ -11,7 +11,7 @@ import pytest
 from gpu_check.cases import BFLOAT16, FLOAT16, MIXED, Call, make_call
 from gpu_check.memory import aligned
 from gpu_check.op_suite import check
-from qwenrt.plugins.schema import PAGED_ATTENTION
+from qwenrt.plugins.schema import MIXTURE_OF_EXPERTS, PAGED_ATTENTION, OpSpec
 from tests.plugins.cuda.test_paged_attention import DTYPES
 
 from .binding import INPUTS, OUTPUTS, STRUCTURES, TYPES, DataType, FieldType, FieldValue, Host, Phase, Plugin, PluginOp
@@ -78,15 +78,16 @@ def test_structures_are_those_of_the_headers(host: Host) -> None:
 
 
 def test_the_parser_finds_the_creator_by_the_name_of_the_op(host: Host) -> None:
-    text = host.library.creator_text(host.creator()).decode()
-    assert text == f"PLUGIN CREATOR_V3ONE 1: /{PAGED_ATTENTION.name}/{PAGED_ATTENTION.version}"
+    texts = [host.library.creator_text(creator).decode() for creator in host.creators().values()]
+    assert texts == [f"PLUGIN CREATOR_V3ONE 1: /{op.name}/{op.version}" for op in (PAGED_ATTENTION, MIXTURE_OF_EXPERTS)]
 
 
-def test_the_creator_names_the_attributes_of_the_schema(host: Host) -> None:
-    fields = host.library.creator_fields(host.creator()).contents
+@pytest.mark.parametrize("op", [PAGED_ATTENTION, MIXTURE_OF_EXPERTS], ids=lambda op: op.name)
+def test_the_creator_names_the_attributes_of_the_schema(host: Host, op: OpSpec) -> None:
+    fields = host.library.creator_fields(host.creators()[op.name]).contents
     kinds = {int: FieldType.INT32, float: FieldType.FLOAT32}
     named = [(field.name.decode(), field.type, field.length, field.data) for field in fields.fields[: fields.count]]
-    assert named == [(a.name, kinds[a.kind], 1, None) for a in PAGED_ATTENTION.attributes]
+    assert named == [(a.name, kinds[a.kind], 1, None) for a in op.attributes]
 
 
 def test_plugin_says_what_its_creator_says(host: Host) -> None:

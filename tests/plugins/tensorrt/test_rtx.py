@@ -15,7 +15,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from qwenrt.exporter import export
 from qwenrt.plugins import ConfigError
-from qwenrt.plugins.schema import DOMAIN, PAGED_ATTENTION
+from qwenrt.plugins.schema import DOMAIN, MIXTURE_OF_EXPERTS, PAGED_ATTENTION
 
 from .build import REPOSITORY, build_plugin, missing
 from .rtx import missing_rtx, rtx_environment
@@ -82,6 +82,21 @@ def one_node(
     return path
 
 
+def experts_node(path: Path, dtype: int = TensorProto.FLOAT16, hidden: int = 64, top_k: int = 2) -> Path:
+    """An ONNX model of one MixtureOfExperts node with constant matrices of 8 experts, written to `path`."""
+    spec, experts, inner = MIXTURE_OF_EXPERTS, 8, 32
+    names = [value.name for value in spec.inputs][:4]
+    node = helper.make_node(spec.name, names, ["y"], domain=DOMAIN, name="experts", top_k=top_k, norm_topk_prob=1)
+    sizes = {"gate_up": [experts * 2 * inner, hidden], "down": [experts * hidden, inner]}
+    matrices = [helper.make_tensor(name, dtype, size, [0.5] * (size[0] * size[1])) for name, size in sizes.items()]
+    shapes = {"x": ["T", hidden], "router_logits": ["T", experts], "y": ["T", hidden]}
+    values = [helper.make_tensor_value_info(name, dtype, shape) for name, shape in shapes.items()]
+    graph = helper.make_graph([node], "experts_node", values[:2], values[2:], matrices)
+    opsets = [helper.make_opsetid("", 23), helper.make_opsetid(DOMAIN, spec.version)]
+    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=10), path)
+    return path
+
+
 def run(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """A Python command with TensorRT for RTX."""
     environment = rtx_environment() | variables
@@ -128,6 +143,35 @@ def test_engine_of_other_types_is_built(plugin: Path, tmp_path: Path, dtype: int
 
 def test_engine_without_norms_is_built(plugin: Path, tmp_path: Path) -> None:
     assert build_engine(one_node(tmp_path / "model.onnx", norm=False), plugin)["bytes"] > 0
+
+
+@pytest.mark.parametrize("capability", ["SM80", "SM89", "SM120"])
+@pytest.mark.parametrize("how", ["registry", "loader"])
+@pytest.mark.parametrize("dtype", [TensorProto.FLOAT16, TensorProto.BFLOAT16], ids=["HALF", "BF16"])
+def test_engine_with_experts_is_built_for(plugin: Path, tmp_path: Path, dtype: int, capability: str, how: str) -> None:
+    told = build_engine(experts_node(tmp_path / "model.onnx", dtype), plugin, capability, how)
+    assert told["creators"].count("/MixtureOfExperts/1") == 1
+    assert told["layers"].count("PLUGIN_V3") == 1
+    assert told["outputs"] == {"y": [[-1, 64], "BF16" if dtype == TensorProto.BFLOAT16 else "HALF"]}
+    assert told["log"] == []
+    assert told["bytes"] > 8 * 3 * 32 * 64 * 2  # the matrices are in it
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"hidden": 60}, "hidden must be a multiple of 8"),
+        ({"top_k": 9}, "top_k must be from 1 to num_experts, at most 32"),
+        ({"top_k": 0}, 'node "experts": top_k is 0, must be positive'),
+    ],
+    ids=str,
+)
+def test_what_is_wrong_with_experts_stands_in_the_log(
+    plugin: Path, tmp_path: Path, changes: dict[str, Any], named: str
+) -> None:
+    told = build_engine(experts_node(tmp_path / "model.onnx", **changes), plugin)
+    assert told["bytes"] == 0
+    assert any(line.startswith("ERROR: MixtureOfExperts: ") and named in line for line in told["log"]), told["log"]
 
 
 @pytest.mark.parametrize("how", ["registry", "loader"])

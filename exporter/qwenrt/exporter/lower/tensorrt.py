@@ -7,7 +7,14 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from qwenrt.plugins.schema import ALL_GATHER, ALL_REDUCE, DIST_COLLECTIVE, DOMAIN, register_onnx_schemas
+from qwenrt.plugins.schema import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    DIST_COLLECTIVE,
+    DOMAIN,
+    MIXTURE_OF_EXPERTS,
+    register_onnx_schemas,
+)
 
 from . import Lowered
 from .tensorrt_weights import FORMATS, Ranges, quantize
@@ -16,6 +23,8 @@ DTYPES = ("bfloat16", "float16")
 OPSET = 23
 """Where RMSNormalization is one node."""
 
+_EXPERTS_INPUTS = 1 + [value.name for value in MIXTURE_OF_EXPERTS.inputs].index("down")
+"""Of a MixtureOfExperts whose matrices are not of integers."""
 _ONES = "norm.ones"
 """An initializer [hidden_size] of float32 ones: the scale of every RMSNormalization."""
 
@@ -34,9 +43,10 @@ def lower(model: ir.Model, dtype: str, weights: str, ranges: Ranges | None) -> L
     """Change a float32 trace in place into a graph of `dtype`, for a strongly typed network: every type is what the graph says.
 
     A norm is what transformers' Qwen3RMSNorm does: normalised in float32, rounded to `dtype`, times the weight in `dtype`. The
-    RoPE table stays float32; PagedAttention's softmax and sums are float32 by its spec. What ranks exchange goes through
-    TensorRT's own collective layer. weights: `dtype`, or a format with Q/DQ nodes before the Gemms, of which fp8 and fp8-channel
-    need `ranges`. Raises ConfigError if the matrices do not suit the format.
+    RoPE table stays float32; the softmax and the sums of PagedAttention and MixtureOfExperts are float32. A router's logits have
+    `dtype`, as in the checkpoint's own code. What ranks exchange goes through TensorRT's own collective layer. weights: `dtype`,
+    or a format with Q/DQ nodes before the Gemms, of which fp8 and fp8-channel need `ranges`. Raises ConfigError if the matrices
+    do not suit the format.
     """
     element = ir.DataType[dtype.upper()]
     for value in model.graph.initializers.values():
@@ -45,6 +55,8 @@ def lower(model: ir.Model, dtype: str, weights: str, ranges: Ranges | None) -> L
     for node in list(model.graph):
         if node.op_type == "RMSNormalization":
             _normalise_in_float32(model.graph, node, element)
+        elif node.op_type == MIXTURE_OF_EXPERTS.name:
+            node.resize_inputs(_EXPERTS_INPUTS)  # the plugin has no others, not even absent ones
     quantized = Lowered() if weights == dtype else quantize(model, weights, dtype, ranges)
     _map_collectives(model.graph)
     _cast_logits(model.graph, element)
