@@ -11,6 +11,8 @@
 #include <vector>
 
 #include "c_api.h"
+#include "run.h"
+#include "thread_pool.h"
 
 namespace {
 
@@ -260,6 +262,43 @@ void integer_weights(bool pairs) {
   if (qwenrt_embedding(&look_up, error, sizeof error) == 0 ? !known : valid && known) fail("Embedding", error);
 }
 
+// What adapters add to the rows that name one. Slots that no row names are NaN, and y of rows without one keeps its bits.
+void lora() {
+  const int64_t rows = chance(10) ? pick(500, 1100) : pick(0, 40), depth = pick(0, 70), width = pick(0, 70), rank = pick(0, 20);
+  const int64_t count = pick(0, 5);
+  Buffer<float> x(rows * depth), a(count * rank * depth), b(count * width * rank), y(rows * width);
+  Buffer<int32_t> adapters(rows);
+  fill(x), fill(a), fill(b), fill(y);
+  bool known = true;
+  std::vector<bool> named(static_cast<size_t>(count));
+  for (int64_t i = 0; i < rows; ++i) {
+    adapters[i] = i > 0 && chance(80) ? adapters[i - 1] : static_cast<int32_t>(pick(-1, count - 1));
+    if (chance(1)) adapters[i] = hostile();
+    known = known && adapters[i] >= -1 && adapters[i] < count;
+    if (adapters[i] >= 0 && adapters[i] < count) named[static_cast<size_t>(adapters[i])] = true;
+  }
+  for (int64_t adapter = 0; adapter < count; ++adapter) {
+    if (named[static_cast<size_t>(adapter)]) continue;
+    std::fill_n(a.data.get() + adapter * rank * depth, rank * depth, std::numeric_limits<float>::quiet_NaN());
+    std::fill_n(b.data.get() + adapter * width * rank, width * rank, std::numeric_limits<float>::quiet_NaN());
+  }
+  const std::vector<float> before(y.data.get(), y.data.get() + y.count);
+  const qwenrt::Lora op{x.data.get(), adapters.data.get(), a.data.get(), b.data.get(), y.data.get(), rows, depth, width, rank, count};
+  bool refused = false;
+  try {
+    qwenrt::run_lora(op, qwenrt::thread_pool(static_cast<int>(pick(1, 4))));
+  } catch (const qwenrt::InvalidArgument& error) {
+    refused = true;
+    if (known) fail("Lora was refused", error.what());
+  }
+  if (!refused && !known) fail("Lora took", "an adapter that is not there");
+  for (int64_t i = 0; i < y.count; ++i) {
+    const bool kept = y[i] == before[static_cast<size_t>(i)];
+    if (!std::isfinite(y[i])) fail("y is not finite", "an adapter that no row names leaked");
+    if (!kept && (refused || adapters[i / width] < 0)) fail("y was changed", "in a row without an adapter");
+  }
+}
+
 void sample_rows() {
   const int64_t rows = pick(0, 5), vocab = chance(20) ? pick(4000, 70000) : pick(1, 70);
   Buffer<float> logits(rows * vocab);
@@ -309,6 +348,7 @@ int main(int argc, char** argv) {
       case 2:
         integer_weights(chance(50));
         integer_experts(chance(50));
+        lora();
         sample_rows();
         break;
       default:
