@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from qwenrt.runtime.lora import LoraAdapter
+
 from .checkpoint import Checkpoint, open_checkpoint
 from .config import ModelConfig
 from .modeling import Qwen3ForCausalLM, parameter_sources
@@ -20,15 +22,18 @@ def load_module(
     max_model_len: int,
     dtype: torch.dtype = torch.float32,
     task: str | None = None,
+    adapter: LoraAdapter | None = None,
 ) -> Qwen3ForCausalLM:
     """Qwen3ForCausalLM with the weights of a checkpoint folder in `dtype`; the table of RoPE is float32 always.
 
-    task: as in `ModelConfig.from_dir`.
+    task: as in `ModelConfig.from_dir`. adapter: merged into the matrices, in float32.
 
-    Raises ConfigError if the folder is not a checkpoint that can be exported.
+    Raises ConfigError if the folder is not a checkpoint that can be exported, or the adapter does not fit it.
     """
     config, checkpoint = ModelConfig.from_dir(folder, task), open_checkpoint(folder)
     checkpoint.check(config)
+    if adapter is not None:
+        checkpoint.merge(adapter, config)
     with torch.device("meta"):
         module = Qwen3ForCausalLM(config, block_size=block_size, max_model_len=max_model_len).eval()
     state = {

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from qwenrt.exporter import export
+from tests.adapters import write_adapter
 from tests.checkpoints import write_checkpoint
 
 from ..command import qwenrt
@@ -244,8 +245,45 @@ def test_limits_of_a_small_engine_are_kept(compare: Compare, tmp_path: Path, lim
     assert ("greedy tokens were not compared" in found.stdout) == (limits["max_model_len"] == 1)
 
 
-def test_an_engine_with_places_for_adapters_is_refused(compare: Compare, tiny_checkpoint: Path, tmp_path: Path) -> None:
-    export(tiny_checkpoint, tmp_path / "engine", max_lora_rank=4)
-    found = compare(tmp_path / "engine", "--reference", tiny_checkpoint)
+@pytest.fixture(scope="module")
+def adapters(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """An engine of the tiny checkpoint with places for adapters, and an adapter."""
+    folder = tmp_path_factory.mktemp("adapters")
+    export(tiny_checkpoint, folder / "engine", block_size=8, max_lora_rank=4)
+    return folder / "engine", write_adapter(folder / "adapter", tiny_checkpoint)
+
+
+@pytest.mark.parametrize("against", ["transformers", "eager", "numpy"])
+@pytest.mark.parametrize("with_adapter", [False, True])
+def test_an_engine_with_places_for_adapters_is_compared_with_one_and_without(
+    compare: Compare, adapters: tuple[Path, Path], tiny_checkpoint: Path, against: str, with_adapter: bool
+) -> None:
+    engine, adapter = adapters
+    options = ["--lora", adapter] if with_adapter else []
+    found = compare(engine, "--reference", tiny_checkpoint, "--against", against, "--layers", "--tokens", "6", *options)
+    assert (found.status, found.stderr) == (0, "")
+
+
+def test_an_adapter_that_one_side_lacks_is_a_difference(
+    compare: Compare, adapters: tuple[Path, Path], engine: Path, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    """Merged into the reference alone; then into both, where it was merged at export."""
+    _, adapter = adapters
+    options = ["--reference", tiny_checkpoint, "--against", "eager", "--tokens", "0"]
+    found = compare(engine, *options, "--lora", adapter)
     assert found.status == 1
-    assert "compare an export without --max-lora-rank" in found.stderr
+    assert found.bad_parts[0] == "layer 0"
+    export(tiny_checkpoint, tmp_path / "merged", lora=adapter)
+    assert compare(tmp_path / "merged", *options, "--lora", adapter).status == 0
+
+
+def test_an_adapter_that_does_not_fit_is_named(
+    compare: Compare, adapters: tuple[Path, Path], engine: Path, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    slots, _ = adapters
+    large = write_adapter(tmp_path / "large", tiny_checkpoint, r=5)
+    found = compare(slots, "--reference", tiny_checkpoint, "--lora", large)
+    assert (found.status, found.stdout) == (1, "")
+    assert "large has rank 5, this engine takes 4 at most" in found.stderr
+    found = compare(engine, "--lora", large)
+    assert "has no places for adapters; --lora is then for the checkpoint: give --reference" in found.stderr

@@ -126,7 +126,7 @@ def spoil(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(
             comparison,
             "BackendRunner",
-            lambda name, engine, threads: Spoiled(BackendRunner(name, engine, threads), step, how),
+            lambda *arguments: Spoiled(BackendRunner(*arguments), step, how),
         )
 
     return plant

@@ -44,6 +44,11 @@ class _Tolerance(click.ParamType[tuple[str, float]]):
 @click.argument("engine")
 @click.option("--reference", help="The checkpoint that the engine was exported from: a folder, or a name on the hub.")
 @click.option(
+    "--lora",
+    type=_PATH,
+    help="A LoRA adapter that the reference has merged, and the engine in a slot (--max-lora-rank) or merged (export --lora).",
+)
+@click.option(
     "--against",
     multiple=True,
     metavar="NAME[:DTYPE]",
@@ -88,6 +93,7 @@ def command(
       qwenrt compare engines/qwen3-0.6b --reference ./Qwen3-0.6B --layers --bisect --html report.html
       qwenrt compare engines/qwen3-0.6b --reference ./Qwen3-0.6B --perplexity wiki.txt --json result.json
       qwenrt compare engines/qwen3-0.6b --against torch --against numpy
+      qwenrt compare engines/adapters --reference ./Qwen3-0.6B --lora ./sql-adapter
     """
     options["prompts"] = _lines(prompts_file) if prompts_file is not None else None
     options["perplexity"] = _text(perplexity, "--perplexity") if perplexity is not None else None

@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from qwenrt.plugins import ConfigError
-from qwenrt.runtime import LLM, EngineDir, RequestOutput
+from qwenrt.runtime import LLM, EngineDir, LoRARequest, RequestOutput
+from qwenrt.runtime.lora import LoraAdapter
 from qwenrt.runtime.text.tokenizer import Tokenizer
 
 from .batch_files import BatchWriter, load_batches
@@ -53,13 +54,20 @@ class Wanted:
 class EngineUnderTest:
     """An engine as a whole, run by the runtime, and in parts, by what can run parts of its graph."""
 
-    def __init__(self, engine: EngineDir, backend: str, threads: int | None = None) -> None:
+    def __init__(
+        self, engine: EngineDir, backend: str, threads: int | None = None, adapter: LoraAdapter | None = None
+    ) -> None:
+        """adapter: for every token, where the engine has places for adapters; else it was merged at export."""
         self.engine, self.backend, self._threads = engine, backend, threads
         # TensorRT fuses layers: there the parts of the graph are run by torch, in the graph's own types.
         parts = executor("torch" if backend == "tensorrt" else backend, engine, threads)
-        self.parts = GraphRunner(f"{backend}, part by part", engine, parts)
+        self.parts = GraphRunner(f"{backend}, part by part", engine, parts, adapter=adapter)
         self.in_runtime = backend in RUNTIME_BACKENDS
-        self.whole: PagedRunner = BackendRunner(backend, engine, threads) if self.in_runtime else self.parts
+        self.whole: PagedRunner = BackendRunner(backend, engine, threads, adapter) if self.in_runtime else self.parts
+
+        self.lora_request: LoRARequest | None = None
+        if adapter is not None and engine.manifest.max_lora_rank:
+            self.lora_request = LoRARequest("compared", adapter.path)
 
     def llm(self) -> LLM:
         """The engine as users run it."""
@@ -198,7 +206,9 @@ class Comparer:
             self.result.notes.append("greedy tokens were not compared: the engine's sequences end after one token")
             return []
         self.progress("greedy tokens")
-        outputs = generate_greedily(self.subject.llm(), self.wanted.prompts, self.wanted.tokens)
+        outputs = generate_greedily(
+            self.subject.llm(), self.wanted.prompts, self.wanted.tokens, self.subject.lora_request
+        )
         return list(zip(self.wanted.prompts, outputs, strict=True))
 
     def _greedy(self, answers: Sequence[tuple[str, RequestOutput]]) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from qwenrt.plugins import RequestError
-from qwenrt.runtime import LLM, RequestOutput, SamplingParams
+from qwenrt.runtime import LLM, LoRARequest, RequestOutput, SamplingParams
 from qwenrt.runtime.text.tokenizer import Tokenizer
 
 from .feeds import Array
@@ -26,12 +26,15 @@ from .tolerances import Tolerance
 _MEASURE = "greedy tokens"
 
 
-def generate_greedily(llm: LLM, prompts: Sequence[str], num_tokens: int) -> list[RequestOutput]:
+def generate_greedily(
+    llm: LLM, prompts: Sequence[str], num_tokens: int, lora_request: LoRARequest | None = None
+) -> list[RequestOutput]:
     """What the engine itself says after each prompt, of `num_tokens` or as many as its length allows; prompts are cut to fit."""
     room = llm.engine.limits.max_model_len
     num_tokens = min(num_tokens, room - 1)
     params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
-    return llm.generate([llm.engine.tokenizer.encode(prompt)[: room - num_tokens] for prompt in prompts], params)
+    token_ids = [llm.engine.tokenizer.encode(prompt)[: room - num_tokens] for prompt in prompts]
+    return llm.generate(token_ids, params, lora_request=lora_request)
 
 
 def compare_greedy(

@@ -11,6 +11,7 @@ from qwenrt.exporter.config import ModelConfig
 from qwenrt.exporter.safetensors_file import DTYPES
 from qwenrt.plugins import ConfigError
 from qwenrt.runtime import EngineDir, EngineManifest
+from qwenrt.runtime.lora import LoraAdapter
 
 from .runners.base import PagedRunner
 from .runners.executors import NumpyExecutor, OnnxRuntimeExecutor, TorchExecutor
@@ -55,19 +56,25 @@ def default_reference(checkpoint: Path | None) -> ReferenceSpec:
     return ReferenceSpec("transformers" if installed else "eager")
 
 
-def load_reference(spec: ReferenceSpec, engine: EngineDir, checkpoint: Path | None) -> PagedRunner:
-    """The runner of a reference, not yet activated; raises ConfigError if it needs a checkpoint and there is none."""
+def load_reference(
+    spec: ReferenceSpec, engine: EngineDir, checkpoint: Path | None, adapter: LoraAdapter | None = None
+) -> PagedRunner:
+    """The runner of a reference, not yet activated; raises ConfigError if it needs a checkpoint and there is none.
+
+    adapter: for every token; merged into a checkpoint, and in a slot of the engine's own graph if that has any.
+    """
     if spec.name in OF_A_CHECKPOINT:
         if checkpoint is None:
             raise ConfigError(f"--against {spec.name} needs the checkpoint: give --reference CHECKPOINT")
         if spec.name == "eager":
             from .runners.eager import EagerRunner
 
-            return EagerRunner(engine, checkpoint, spec.dtype)
+            return EagerRunner(engine, checkpoint, spec.dtype, adapter)
         from .runners.transformers import TransformersRunner
 
-        return TransformersRunner(engine, checkpoint, spec.dtype)
-    return GraphRunner(f"{spec.name} (the engine's graph)", engine, executor(spec.name, engine))
+        return TransformersRunner(engine, checkpoint, spec.dtype, adapter)
+    graph = f"{spec.name} (the engine's graph)"
+    return GraphRunner(graph, engine, executor(spec.name, engine), adapter=adapter)
 
 
 def executor(name: str, engine: EngineDir, threads: int | None = None) -> Executor:

@@ -9,6 +9,7 @@ from pathlib import Path
 from qwenrt.exporter.hub import local_checkpoint
 from qwenrt.plugins import ConfigError
 from qwenrt.runtime import EngineDir
+from qwenrt.runtime.lora import LoraAdapter
 
 from .batch_files import batch_writer
 from .comparison import Comparer, EngineUnderTest, Wanted
@@ -46,18 +47,16 @@ def compare_engine(
     window: int = 512,
     tolerances: Mapping[str, float] | None = None,
     threads: int | None = None,
+    lora: Path | None = None,
     progress: Callable[[str], None] = lambda line: None,
 ) -> list[Comparison]:
     """Compare an engine folder with each reference; see `qwenrt compare --help` for the options.
 
     reference: a checkpoint folder or hub id. against: names as `references.ReferenceSpec` parses them, by default the strictest
-    that there is. perplexity: a text. Raises ConfigError if something cannot be compared at all; what differs is in the results.
+    that there is. perplexity: a text. lora: an adapter's folder, merged into the checkpoint; the engine has it in a slot or,
+    without places for adapters, in its weights. Raises ConfigError if something cannot be compared at all; what differs is in
+    the results.
     """
-    if engine.manifest.max_lora_rank:
-        raise ConfigError(
-            f"{engine.path} has places for adapters, which are no part of a comparison; compare an export without "
-            "--max-lora-rank, which computes the same"
-        )
     if engine.manifest.tp > 1:
         raise ConfigError(
             f"{engine.path} is split over {engine.manifest.tp} ranks, each with a graph and a KV pool of its own, which are not "
@@ -70,9 +69,14 @@ def compare_engine(
     checkpoint = None if reference is None else local_checkpoint(reference, weights=True)
     dtypes = None if checkpoint is None else check_checkpoint(checkpoint, engine.manifest)
     specs = [ReferenceSpec.parse(name) for name in against] or [default_reference(checkpoint)]
-    runners = [load_reference(spec, engine, checkpoint) for spec in specs]
+    adapter = None if lora is None else LoraAdapter.from_dir(lora)
+    if adapter is not None and checkpoint is None and not engine.manifest.max_lora_rank:
+        raise ConfigError(
+            f"{engine.path} has no places for adapters; --lora is then for the checkpoint: give --reference"
+        )
+    runners = [load_reference(spec, engine, checkpoint, adapter) for spec in specs]
     wanted = Wanted(layers, bisect, tokens, prompts or PROMPTS, inputs, perplexity, window)
-    subject = EngineUnderTest(engine, backend or _default_backend(engine), threads)
+    subject = EngineUnderTest(engine, backend or _default_backend(engine), threads, adapter)
     results: list[Comparison] = []
     for spec, runner in zip(specs, runners, strict=True):
         stored = dtypes if spec.name in OF_A_CHECKPOINT else None

@@ -12,6 +12,7 @@ from torch import Tensor
 from qwenrt.exporter.eager import load_module
 from qwenrt.exporter.modeling import Qwen3ForCausalLM
 from qwenrt.runtime import EngineDir
+from qwenrt.runtime.lora import LoraAdapter
 
 from ..feeds import INDEX_INPUTS, Array, kv_names
 from ..graph import EngineGraph
@@ -23,8 +24,12 @@ from .modules import watched
 class EagerRunner(PagedRunner):
     """Qwen3ForCausalLM with a checkpoint's weights, computed in `dtype`; PagedAttention by its torch op, in float32."""
 
-    def __init__(self, engine: EngineDir, checkpoint: Path, dtype: str = "float32") -> None:
+    def __init__(
+        self, engine: EngineDir, checkpoint: Path, dtype: str = "float32", adapter: LoraAdapter | None = None
+    ) -> None:
+        """adapter: merged into the checkpoint."""
         super().__init__(f"eager {dtype}", engine.manifest)
+        self._adapter = adapter
         self._graph = EngineGraph(engine)
         self._checkpoint = checkpoint
         self._dtype: torch.dtype = getattr(torch, dtype)
@@ -44,6 +49,7 @@ class EagerRunner(PagedRunner):
             max_model_len=manifest.limits.max_model_len,
             dtype=self._dtype,
             task=manifest.task,
+            adapter=self._adapter,
         )
 
     def deactivate_impl(self) -> None:

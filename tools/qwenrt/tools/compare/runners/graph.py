@@ -6,7 +6,9 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 from qwenrt.runtime import EngineDir
+from qwenrt.runtime.lora import LoraAdapter
 
+from ..adapters import AdapterInputs
 from ..feeds import Array
 from ..graph import EngineGraph, Segment
 from .base import PagedRunner, Visit
@@ -24,10 +26,19 @@ class Executor(Protocol):
 class GraphRunner(PagedRunner):
     """The engine's graph by an executor; every tensor of the graph can be had, one segment's at a time are in memory."""
 
-    def __init__(self, name: str, engine: EngineDir, executor: Executor, outputs: Sequence[str] | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        engine: EngineDir,
+        executor: Executor,
+        outputs: Sequence[str] | None = None,
+        adapter: LoraAdapter | None = None,
+    ) -> None:
+        """adapter: for every token, in a graph that has places for adapters."""
         super().__init__(name, engine.manifest, outputs)
         self.graph = EngineGraph(engine)
         self.executor = executor
+        self._adapters = AdapterInputs(self.graph, engine.manifest, adapter) if engine.manifest.max_lora_rank else None
 
     @property
     def tensors(self) -> list[str]:
@@ -35,8 +46,10 @@ class GraphRunner(PagedRunner):
         return [name for segment in self.graph.segments for name in segment.results]
 
     def run_segment(self, index: int, values: Mapping[str, Array], outputs: Sequence[str]) -> dict[str, Array]:
-        """`outputs` of one segment of `graph.segments`, given its inputs by name (more may be given)."""
+        """`outputs` of one segment of `graph.segments`, given its inputs by name, but for those of adapters; more is no harm."""
         segment = self.graph.segments[index]
+        if self._adapters is not None:
+            values = {**values, **self._adapters.for_tokens(len(values["input_ids"]))}
         given = {name: values[name] for name in segment.inputs}
         return dict(zip(outputs, self.executor.run(self.graph, segment, given, outputs), strict=True))
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from qwenrt.plugins import ConfigError
 from qwenrt.runtime import EngineDir
+from qwenrt.runtime.lora import LoraAdapter
 
 from ..feeds import Array, Places
 from ..graph import EngineGraph
@@ -43,8 +44,12 @@ class TransformersRunner(PagedRunner):
     the right, and the padding is masked. Only sequences that have rows in the step take part.
     """
 
-    def __init__(self, engine: EngineDir, checkpoint: Path, dtype: str = "float32") -> None:
+    def __init__(
+        self, engine: EngineDir, checkpoint: Path, dtype: str = "float32", adapter: LoraAdapter | None = None
+    ) -> None:
+        """adapter: merged into the checkpoint."""
         super().__init__(f"transformers {transformers.__version__} {dtype}", engine.manifest)
+        self._adapter = adapter
         self._graph = EngineGraph(engine)
         self._checkpoint = checkpoint
         self._dtype = getattr(torch, dtype)
@@ -75,6 +80,22 @@ class TransformersRunner(PagedRunner):
             raise ConfigError(
                 f"transformers cannot load {self._checkpoint}: {reason}; compare --against eager"
             ) from error
+
+        if self._adapter is not None:
+            self._merge(self._adapter)
+
+    @torch.no_grad()
+    def _merge(self, adapter: LoraAdapter) -> None:
+        """Add an adapter to the matrices, in float32."""
+        prefix = "" if _MODELS[self.manifest.task][1] else "model."
+        for name, pair in adapter.pairs.items():
+            try:
+                weight = self._model.get_parameter(name.removeprefix(prefix))
+            except AttributeError:
+                raise ConfigError(
+                    f"transformers' model has no {name}, which adapter {adapter.path} changes; compare --against eager"
+                ) from None
+            weight.copy_(weight.float() + torch.from_numpy(pair.b @ pair.a))
 
     def deactivate_impl(self) -> None:
         """Free the model."""
