@@ -42,14 +42,18 @@ class Served:
         assert data.endswith("\n\n")
         return [event.removeprefix("data: ") for event in data.split("\n\n")[:-1]]
 
-    def metric(self, name: str) -> float:
-        """The value of a metric that has one."""
+    def metrics(self, name: str) -> list[float]:
+        """The values of a metric."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         with contextlib.closing(connection):
             connection.request("GET", "/metrics")
             text = connection.getresponse().read().decode()
-        (value,) = re.findall(rf"^{name}\{{\S* (\S+)$", text, re.MULTILINE)
-        return float(value)
+        return [float(value) for value in re.findall(rf"^{name}(?:\{{\S*)? (\S+)$", text, re.MULTILINE)]
+
+    def metric(self, name: str) -> float:
+        """The value of a metric that has one."""
+        (value,) = self.metrics(name)
+        return value
 
     def resident_bytes(self) -> int:
         """Memory of the process that no file backs."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 import time
@@ -14,38 +13,7 @@ import pytest
 from .batch_file import chat_row, contents, examples, read_answers, write_rows
 from .command import qwenrt, start
 from .conftest import Here
-
-
-def family(root: int) -> dict[int, str]:
-    """Command lines of all processes that descend from `root`, by id."""
-    listed = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True).stdout
-    rows = [line.split(None, 2) for line in listed.splitlines()[1:]]
-    parents = {int(pid): int(parent) for pid, parent, _ in rows}
-
-    def descends(pid: int) -> bool:
-        while pid in parents and pid != root:
-            pid = parents[pid]
-        return pid == root
-
-    return {int(pid): args for pid, _, args in rows if descends(int(pid))}
-
-
-def listening_addresses(processes: set[int]) -> set[str]:
-    """Local addresses of the TCP sockets on which these processes listen, as /proc/net has them."""
-    inodes = set()
-    for pid in processes:
-        for link in Path(f"/proc/{pid}/fd").iterdir():
-            try:
-                inodes |= set(re.findall(r"socket:\[(\d+)\]", os.readlink(link)))
-            except OSError:
-                continue
-    addresses = set()
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A" and fields[9] in inodes:
-                addresses.add(fields[1].rpartition(":")[0])
-    return addresses
+from .processes import family, reachable_ports
 
 
 def wait_for_bytes(path: Path, size: int, process: subprocess.Popen[bytes]) -> None:
@@ -65,8 +33,7 @@ def test_two_workers_answer_each_row_once_though_one_is_killed(demo_engine: Path
     processes = family(process.pid)
     actors = [pid for pid, args in processes.items() if "_EngineActor" in args]
     assert len(actors) == 2
-    loopback = {"0100007F", "0000000000000000FFFF00000100007F"}
-    assert listening_addresses(set(processes)) <= loopback
+    assert not reachable_ports(set(processes))
     before = out.read_bytes()
     os.kill(actors[0], signal.SIGKILL)
     _, stderr = process.communicate(timeout=600)

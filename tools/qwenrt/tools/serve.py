@@ -11,10 +11,12 @@ from typing import Any
 import click
 
 from qwenrt.runtime import LoRARequest
+from qwenrt.runtime.cluster.session import ray_session
 
 from .extras import import_with_extra
 from .loading import engine_arguments, load_llm
-from .options import engine_options
+from .options import COUNT, engine_options, ray_option
+from .signals import run_async
 
 
 @click.command()
@@ -50,6 +52,9 @@ from .options import engine_options
     show_default=True,
     help="Seconds for accepted requests to finish after SIGTERM or Ctrl-C.",
 )
+@ray_option
+@click.option("--replicas", type=COUNT, help="With --ray: engines that share the requests.  [default: one a node]")
+@click.option("--max-replicas", type=COUNT, help="With --ray: start more of them, up to so many, while requests wait.")
 @engine_options
 def command(
     engine: str,
@@ -58,12 +63,19 @@ def command(
     served_model_name: str | None,
     lora_modules: tuple[str, ...],
     api_keys: tuple[str, ...],
+    ray_address: str | None,
+    replicas: int | None,
+    max_replicas: int | None,
     **options: Any,
 ) -> None:
     """Serve an engine over HTTP, with OpenAI's API and a chat page at /.
 
     Chats, completions, tool calls, JSON by schema, streaming; /metrics for Prometheus, /health and /ready. SIGTERM or Ctrl-C
     ends it when the accepted requests are finished; a second one, at once.
+
+    With --ray, each replica is a process with an engine of its own, and ENGINE a path that all nodes have. Requests whose prompts
+    begin alike go to one replica, which has computed that beginning. A lost replica fails the requests that it had and is
+    replaced. SIGHUP reads ENGINE again, or where that link now leads, and replaces the replicas one by one; no request fails.
 
     \b
     Examples:
@@ -72,25 +84,45 @@ def command(
       qwenrt serve engines/qwen3-0.6b --host 0.0.0.0 --port 80 --api-key "$KEY"
       curl localhost:8000/v1/chat/completions -H 'Content-Type: application/json' \\
         -d '{"messages": [{"role": "user", "content": "Hello"}]}'
+      qwenrt serve /shared/qwen3-0.6b --ray 10.0.0.1:6379 --replicas 8
     """
+    if ray_address is None and (replicas is not None or max_replicas is not None):
+        raise click.UsageError("--replicas and --max-replicas need --ray")
+    if max_replicas is not None and max_replicas < (replicas or 1):
+        raise click.UsageError("--max-replicas is less than --replicas")
     server = import_with_extra("qwenrt.runtime.server.run", "serve")
     if any(not key.strip() or not key.isascii() for key in api_keys):
         raise click.UsageError("--api-key must be ASCII and not empty")
     arguments = engine_arguments(options)
     name = served_model_name or Path(os.path.abspath(engine)).name
     adapters = _adapters(lora_modules, name)
+    server_options = server.ServerOptions(model=name, adapters=adapters, api_keys=api_keys, **options)
     # The port is taken before the engine is loaded: that it is in use shows at once.
     with server.listen(host, port) as bound:
-        llm = load_llm(engine, arguments)
-        logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="qwenrt: %(levelname)s: %(message)s")
         address = f"[{host}]" if ":" in host else host
         url = f"http://{address}:{bound.getsockname()[1]}"
-        server.serve(
-            llm,
-            bound,
-            server.ServerOptions(model=name, adapters=adapters, api_keys=api_keys, **options),
-            started=lambda: click.echo(f"serving {name} at {url}", err=True),
-        )
+
+        def started() -> None:
+            click.echo(f"serving {name} at {url}", err=True)
+
+        if ray_address is None:
+            llm = load_llm(engine, arguments)
+            _log_warnings()
+            server.serve(llm, bound, server_options, started)
+        else:
+            with ray_session(ray_address):
+                from qwenrt.runtime.cluster.replicated import serve_replicas
+
+                _log_warnings()
+                run_async(
+                    serve_replicas(
+                        ray_address, engine, arguments, bound, server_options, replicas, max_replicas, started
+                    )
+                )
+
+
+def _log_warnings() -> None:
+    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="qwenrt: %(levelname)s: %(message)s")
 
 
 def _adapters(modules: tuple[str, ...], model: str) -> list[LoRARequest]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -23,13 +24,18 @@ _START_TRIES = 3
 def ray_session(address: str) -> Iterator[None]:
     """Be connected to the Ray cluster at `address`; if that is "local", to one on this machine, which ends with the block.
 
-    A local one listens on the loopback device alone. Ray reports its usage to nobody. Raises ConfigError if no
-    Ray is there, or it is not installed.
+    A local one serves this process alone, and listens on the loopback device, but for the replicas of Ray Serve. Ray reports its
+    usage to nobody. Raises ConfigError if no Ray is there, or it is not installed.
     """
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    # Ray Serve reads it when it is imported: requests are routed by the loop that forwards them, not by a thread beside it.
+    os.environ["RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP"] = "0"
     if address == LOCAL:
         # Ray takes a machine without clusters for one whose only address is 127.0.0.1. It reads this when it is imported.
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+        # Replicas of Ray Serve listen on every device, for calls that can run anything: let in those alone that know a secret.
+        os.environ["RAY_AUTH_MODE"] = "token"
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
     try:
         import ray
     except ModuleNotFoundError as error:
@@ -78,6 +84,13 @@ def cluster_cpus() -> list[float]:
 
     nodes = ray.nodes()  # type: ignore[no-untyped-call]
     return [node["Resources"].get("CPU", 0.0) for node in nodes if node["Alive"]]
+
+
+def cluster_gpus() -> float:
+    """The GPUs that the cluster has for Ray."""
+    import ray
+
+    return float(ray.cluster_resources().get("GPU", 0.0))  # type: ignore[no-untyped-call]
 
 
 def threads_for(engines: int, cpus: Sequence[float]) -> int:

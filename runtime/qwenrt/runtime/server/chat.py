@@ -43,12 +43,17 @@ async def start_chat(service: Service, body: ChatCompletionRequest, tenant: str)
     check_task(service.llm.llm.engine.manifest, "generate", "generate text")
     use = tool_use(body, answer_form(body))
     params = _params(service, body, use)
+    token_ids = await chat_tokens(service, body.messages, use.shown, template_arguments(body))
+    generation = await service.start([token_ids], params, body, model=model, tenant=tenant)
+    return Chat(service, body, generation, with_tools=use.shown is not None)
+
+
+def template_arguments(body: ChatCompletionRequest) -> dict[str, Any]:
+    """What the chat template gets beside messages and tools."""
     arguments = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         arguments.setdefault("enable_thinking", body.reasoning_effort != "none")
-    token_ids = await chat_tokens(service, body.messages, use.shown, arguments)
-    generation = await service.start([token_ids], params, body, model=model, tenant=tenant)
-    return Chat(service, body, generation, with_tools=use.shown is not None)
+    return arguments
 
 
 async def chat_tokens(
@@ -56,7 +61,21 @@ async def chat_tokens(
 ) -> list[int]:
     """The prompt that the checkpoint's chat template makes of a conversation; raises RequestError if it cannot."""
     llm = service.llm.llm
-    template = llm.chat_template
+
+    def encode() -> list[int]:
+        text = prompt_text(llm.chat_template, messages, tools, arguments)
+        return llm.engine.tokenizer.encode(text, add_special_tokens=False)
+
+    return await service.llm.in_text_thread(encode)
+
+
+def prompt_text(
+    template: ChatTemplate | None,
+    messages: Sequence[ChatMessage],
+    tools: Sequence[Tool] | None,
+    arguments: dict[str, Any],
+) -> str:
+    """The prompt as text; raises RequestError if there is no template or it refuses these messages."""
     if template is None:
         raise ApiError(404, "this model has no chat template; use /v1/completions")
     for name in ("messages", "tools", "add_generation_prompt"):
@@ -64,12 +83,7 @@ async def chat_tokens(
             raise RequestError(f"chat_template_kwargs.{name} is not an argument; there are fields for that")
     plain = [_plain_message(message) for message in messages]
     dumped = None if tools is None else [tool.model_dump(exclude_unset=True) for tool in tools]
-
-    def encode(template: ChatTemplate) -> list[int]:
-        text = template.render(plain, tools=dumped, **arguments)
-        return llm.engine.tokenizer.encode(text, add_special_tokens=False)
-
-    return await service.llm.in_text_thread(encode, template)
+    return template.render(plain, tools=dumped, **arguments)
 
 
 def _plain_message(message: ChatMessage) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Message
@@ -23,7 +23,7 @@ class ResponseStart:
 
 async def stream_response(
     app: ASGIApp, method: str, path: str, body: bytes = b"", *, query: bytes = b"", tenant: str = ""
-) -> AsyncIterator[ResponseStart | bytes]:
+) -> AsyncGenerator[ResponseStart | bytes]:
     """Send a request; yields the start of the response and then its body in pieces.
 
     body: JSON. Closing the generator is the client leaving. A reader that is slower than the application gets more at once.

@@ -16,6 +16,8 @@ MAX_BODIES_BYTES = 256 << 20
 """Of all requests that are being served."""
 BODY_TIMEOUT = 60.0
 """Seconds in which a body must have arrived."""
+BODY_METHODS = ("POST", "PUT", "PATCH")
+"""Of requests whose body is read."""
 OPEN_PATHS = frozenset({"/", "/health", "/ready", "/metrics", "/openapi.json"})
 """Paths that need no key; none tells what anybody asked."""
 
@@ -58,7 +60,7 @@ class BodyCheck:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request as an ASGI application."""
-        if scope["type"] != "http" or scope["method"] not in ("POST", "PUT", "PATCH"):
+        if scope["type"] != "http" or scope["method"] not in BODY_METHODS:
             await self._app(scope, receive, send)
             return
         body = bytearray()

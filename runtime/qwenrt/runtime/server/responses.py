@@ -167,7 +167,13 @@ class ResponseEvent(ResponseModel):
 
 async def start_response(service: Service, body: ResponsesRequest, tenant: str) -> Responses:
     """Take a response in; raises RequestError (ApiError, QueueFullError) if it cannot be served."""
-    request = ChatCompletionRequest(
+    chat = await start_chat(service, as_chat(body), tenant)
+    return Responses(chat.generation.model, body, chat)
+
+
+def as_chat(body: ResponsesRequest) -> ChatCompletionRequest:
+    """The chat that a response is the answer of; raises RequestError."""
+    return ChatCompletionRequest(
         model=body.model,
         messages=_messages(body),
         max_completion_tokens=body.max_output_tokens,
@@ -177,8 +183,6 @@ async def start_response(service: Service, body: ResponsesRequest, tenant: str) 
         reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
         timeout=body.timeout,
     )
-    chat = await start_chat(service, request, tenant)
-    return Responses(chat.generation.model, body, chat)
 
 
 def _messages(body: ResponsesRequest) -> list[ChatMessage]:

@@ -7,10 +7,11 @@ import contextlib
 import logging
 import signal
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from qwenrt.plugins import ConfigError
 
@@ -62,47 +63,49 @@ def listen(host: str, port: int) -> socket.socket:
 def serve(llm: LLM, bound: socket.socket, options: ServerOptions, started: Callable[[], None]) -> None:
     """Serve until SIGTERM or SIGINT; `started` is called when requests are taken.
 
-    Raises RequestError, before that, for an adapter that is wrong. The first signal ends the taking of requests; those
-    accepted are finished, or failed when `drain_timeout` is over. A second one ends at once.
+    Raises RequestError, before that, for an adapter that is wrong.
     """
     for adapter in options.adapters:
         llm.engine.adapters.get(adapter)
-    asyncio.run(_Life(llm, bound, options, started).run())
 
-
-class _Life:
-    def __init__(self, llm: LLM, bound: socket.socket, options: ServerOptions, started: Callable[[], None]) -> None:
-        self._llm = llm
-        self._bound = bound
-        self._options = options
-        self._started = started
-        self._draining: asyncio.Task[None] | None = None
-
-    async def run(self) -> None:
-        options = self._options
-        llm = AsyncLLM(self._llm, max_queue=options.max_queue, request_timeout=options.request_timeout)
-        service = Service(llm, options.model, recommended_sampling(self._llm.path), options.adapters)
+    async def live() -> None:
+        async_llm = AsyncLLM(llm, max_queue=options.max_queue, request_timeout=options.request_timeout)
+        service = Service(async_llm, options.model, recommended_sampling(llm.path), options.adapters)
         app = create_app(service, api_keys=options.api_keys, cors_origins=options.cors_origins)
-        config = uvicorn.Config(
-            app, lifespan="off", log_config=None, access_log=False, server_header=False, timeout_graceful_shutdown=10
-        )
-        server = _Server(config, self._started)
-        loop = asyncio.get_running_loop()
-        for signum in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(signum, self._stop, server, llm)
-        await server.serve([self._bound])
-        await llm.close()
+        await serve_until_told(app, bound, started, lambda: async_llm.drain(options.drain_timeout))
+        await async_llm.close()
 
-    def _stop(self, server: uvicorn.Server, llm: AsyncLLM) -> None:
-        if self._draining is not None:
-            server.should_exit = server.force_exit = True
-            return
-        self._draining = asyncio.ensure_future(self._drain(server, llm))
+    asyncio.run(live())
 
-    async def _drain(self, server: uvicorn.Server, llm: AsyncLLM) -> None:
-        """Connections are still accepted meanwhile: a refusal in words is better than a closed port."""
-        await llm.drain(self._options.drain_timeout)
+
+async def serve_until_told(
+    app: ASGIApp, bound: socket.socket, started: Callable[[], None], drain: Callable[[], Coroutine[None, None, None]]
+) -> None:
+    """Serve an application until SIGTERM or SIGINT; `started` is called when requests are taken.
+
+    The first signal calls `drain`, which ends the taking of requests and finishes those accepted, or fails them when its time is
+    over. Connections are still accepted meanwhile: a refusal in words is better than a closed port. A second signal ends at once.
+    """
+    config = uvicorn.Config(
+        app, lifespan="off", log_config=None, access_log=False, server_header=False, timeout_graceful_shutdown=10
+    )
+    server = _Server(config, started)
+    draining: list[asyncio.Task[None]] = []
+
+    async def finish() -> None:
+        await drain()
         server.should_exit = True
+
+    def stop() -> None:
+        if draining:
+            server.should_exit = server.force_exit = True
+        else:
+            draining.append(asyncio.ensure_future(finish()))
+
+    loop = asyncio.get_running_loop()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signum, stop)
+    await server.serve([bound])
 
 
 class _Server(uvicorn.Server):

@@ -64,12 +64,20 @@ async def _events(chunks: AsyncIterator[BaseModel]) -> AsyncIterator[bytes]:
             name = b"" if kind is None else f"event: {kind}\n".encode()
             yield name + _event(chunk.model_dump_json(exclude_unset=True))
     except Exception as error:
-        yield _event(error_body(as_api_error(error)).model_dump_json())
-    yield _event("[DONE]")
+        yield error_event(error)
+    yield LAST_EVENT
+
+
+def error_event(error: Exception) -> bytes:
+    """What a stream says of the exception that ends it."""
+    return _event(error_body(as_api_error(error)).model_dump_json())
 
 
 def _event(data: str) -> bytes:
     return f"data: {data}\n\n".encode()
+
+
+LAST_EVENT = _event("[DONE]")
 
 
 async def until_client_leaves(receive: Receive, work: Coroutine[None, None, Result]) -> Result:
