@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import random
+import re
+import shutil
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,10 +23,16 @@ from openai import OpenAI
 from qwenrt.runtime import LLM, SamplingParams
 
 from .batch_file import chat_row, examples
+from .command import qwenrt
+from .conftest import Here
 from .processes import family, reachable_ports
 from .served import Served
 
 LONG = {"prompt": "abcdefgh", "ignore_eos": True, "max_tokens": 1500, "temperature": 0}
+
+
+QUERIES, HITS = "vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total"
+EACH = "qwenrt:replica_generation_tokens_total"
 
 
 def client_of(served: Served, **options: Any) -> OpenAI:
@@ -40,6 +50,10 @@ def until(condition: Callable[[], bool], seconds: float = 300) -> None:
 def replicas_of(served: Served) -> list[int]:
     """The processes of the replicas."""
     return [pid for pid, args in family(served.process.pid).items() if args.startswith("ray::ServeReplica")]
+
+
+def words(chance: random.Random, count: int) -> str:
+    return " ".join("".join(chance.choices("abcdefgh", k=4)) for _ in range(count))
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +118,7 @@ def test_the_metrics_are_the_sum_of_all_replicas(served: Served) -> None:
         bodies = [LONG | {"prompt": f"{index:040d}" * 5, "max_tokens": 10} for index in range(16)]
         assert {status for status, _ in pool.map(served.post, bodies)} == {200}
     assert served.metric("vllm:generation_tokens_total") == before + 160
-    each = served.metrics("qwenrt:replica_generation_tokens_total")
+    each = served.metrics(EACH)
     assert len(each) == 2 and min(each) > 0 and sum(each) == before + 160
 
 
@@ -142,3 +156,136 @@ def test_a_replica_killed_under_load_loses_its_requests_alone_and_comes_back(ser
     assert served.post(LONG | {"max_tokens": 5})[0] == 200
     until(lambda: served.metric("qwenrt:replicas") == 2)
     assert served.metric("vllm:generation_tokens_total") >= before
+
+
+def test_the_turns_of_a_conversation_find_what_one_engine_would_have_cached(served: Served, demo_engine: Path) -> None:
+    chance = random.Random(3)
+    conversations = [[words(chance, 60)] for _ in range(12)]
+    asked: list[list[dict[str, str]]] = []
+    before = {name: served.metric(name) for name in (QUERIES, HITS)}
+    each = served.metrics(EACH)
+
+    def turn(conversation: list[str]) -> None:
+        roles = ("user", "assistant")
+        messages = [{"role": roles[index % 2], "content": text} for index, text in enumerate(conversation)]
+        asked.append(messages)
+        body = {"messages": messages, "max_tokens": 12, "temperature": 0}
+        status, answer = served.post(body, "/v1/chat/completions")
+        assert status == 200, answer
+        conversation += [answer["choices"][0]["message"]["content"] or "", words(chance, 12)]
+
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(5):
+            list(pool.map(turn, conversations))
+    rate = (served.metric(HITS) - before[HITS]) / (served.metric(QUERIES) - before[QUERIES])
+    assert all(after > before for after, before in zip(served.metrics(EACH), each, strict=True))
+
+    llm = LLM(demo_engine, num_kv_blocks=512)
+    outputs = [llm.chat([messages], SamplingParams(temperature=0, max_tokens=12))[0] for messages in asked]
+    alone = sum(one.num_cached_tokens for one in outputs) / sum(len(one.prompt_token_ids) for one in outputs)
+    assert alone > 0.5
+    assert rate > 0.9 * alone
+
+
+@pytest.mark.slow
+def test_an_update_of_the_engine_fails_no_request(demo_engine: Path, tmp_path: Path) -> None:
+    link = tmp_path / "engine"
+    link.symlink_to(demo_engine)
+    served = Served(link, "--ray", "local", "--replicas", "2", "--api-key", "sesame", "--drain-timeout", "300")
+    client = client_of(served, api_key="sesame")
+    over = threading.Event()
+
+    def ask(number: int) -> set[str]:
+        texts = set()
+        while not over.is_set():
+            for stream in (False, True):
+                answer: Any = client.completions.create(
+                    model="engine",
+                    prompt=f"{number:040d}" * 5,
+                    max_tokens=100,
+                    temperature=0,
+                    stream=stream,
+                    extra_body={"ignore_eos": True},
+                )
+                texts.add("".join(one.choices[0].text for one in (answer if stream else [answer])))
+        return texts
+
+    def log() -> str:
+        assert served.process.stderr is not None
+        return served.process.stderr.readline().decode()
+
+    with ThreadPoolExecutor(8) as pool:
+        asking = [pool.submit(ask, number) for number in range(8)]
+        old = set(replicas_of(served))
+        shutil.copytree(demo_engine, tmp_path / "next")
+        link.unlink()
+        link.symlink_to(tmp_path / "next")
+        served.process.send_signal(signal.SIGHUP)
+        assert log() == f"qwenrt: WARNING: all replicas have the engine of {tmp_path / 'next'}\n"
+        until(lambda: not old & set(replicas_of(served)))
+        new = set(replicas_of(served))
+        assert len(new) == 2
+
+        link.unlink()
+        link.symlink_to(tmp_path / "nowhere")
+        served.process.send_signal(signal.SIGHUP)
+        assert "nowhere does not exist" in log()
+        assert set(replicas_of(served)) == new
+
+        with pytest.raises(openai.AuthenticationError):
+            client_of(served).models.list()
+        over.set()
+        assert {len(one.result()) for one in asking} == {1}
+        last = pool.submit(ask_once, client)
+        until(lambda: served.metric("vllm:num_requests_running") == 1)
+        assert served.end(signal.SIGTERM) == (0, "")
+        assert last.result() == 1500
+
+
+def ask_once(client: OpenAI) -> int:
+    answer = client.completions.create(
+        model="engine", prompt="abc", max_tokens=1500, temperature=0, extra_body={"ignore_eos": True}
+    )
+    assert answer.usage is not None
+    return answer.usage.completion_tokens
+
+
+@pytest.mark.slow
+def test_replicas_are_started_while_requests_wait(demo_engine: Path) -> None:
+    served = Served(
+        demo_engine, "--ray", "local", "--replicas", "1", "--max-replicas", "2", "--max-num-seqs", "2", "--threads", "1"
+    )
+    over = threading.Event()
+
+    def ask() -> None:
+        while not over.is_set():
+            assert served.post(LONG | {"max_tokens": 300})[0] == 200
+
+    with ThreadPoolExecutor(12) as pool:
+        asking = [pool.submit(ask) for _ in range(12)]
+        assert served.metric("qwenrt:replicas") == 1
+        until(lambda: served.metric("qwenrt:replicas") == 2)
+        until(lambda: min(served.metrics(EACH)) > 0)
+        over.set()
+        for one in asking:
+            one.result()
+    assert served.end(signal.SIGTERM) == (0, "")
+
+
+@pytest.mark.slow
+def test_why_no_replica_starts_is_said_in_one_line(demo_engine: Path) -> None:
+    status, _, stderr = qwenrt(
+        "serve", demo_engine, "--ray", "local", "--replicas", "1", "--port", "0", "--max-model-len", "100000"
+    )
+    assert (status, stderr.count("\n")) == (1, 1)
+    assert stderr.startswith("qwenrt: error: max_model_len is 100000")
+    status, _, stderr = qwenrt("serve", demo_engine, "--ray", "local", "--replicas", "1000", "--port", "0")
+    assert status == 1
+    assert re.fullmatch(r"qwenrt: error: 1000 engines need a CPU each, and .*; run fewer\n", stderr)
+
+
+def test_what_ray_needs_is_said_in_one_line(demo_engine: Path, here: Here) -> None:
+    assert here("serve", demo_engine, "--replicas", "2")[0] == 2
+    assert here("serve", demo_engine, "--ray", "local", "--replicas", "2", "--max-replicas", "1")[0] == 2
+    status, _, stderr = qwenrt("serve", demo_engine, "--port", "0", "--ray", "local", blocked=("ray",))
+    assert (status, stderr) == (1, "qwenrt: error: this needs ray; install it with: pip install 'qwenrt[ray]'\n")

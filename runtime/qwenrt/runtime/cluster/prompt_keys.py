@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from pydantic import ValidationError
 
-from qwenrt.plugins import QwenrtError
+from qwenrt.plugins import QwenrtError, RequestError
 
 from ..engine_dir import EngineDir
 from ..routing import PREFIX_BLOCKS, prefix_key
@@ -37,6 +37,7 @@ class PromptKeys:
     def __init__(self, engine: EngineDir) -> None:
         self._tokenizer = Tokenizer.from_dir(engine.path)
         self._template = ChatTemplate.from_dir(engine.path)
+        self._vocab_size = engine.manifest.model.vocab_size
         self._block_size = engine.manifest.block_size
         self._max_chars = PREFIX_BLOCKS * self._block_size * _CHARS_PER_TOKEN
         self._readers: dict[str, Callable[[bytes], tuple[list[int], int]]] = {
@@ -83,6 +84,8 @@ class PromptKeys:
         first = body.prompts[0] if body.prompts else []
         if isinstance(first, str):
             first = self._tokenizer.encode(first[: self._max_chars])
+        elif not all(0 <= token < self._vocab_size for token in first):
+            raise RequestError("the prompt has a token that is none")
         return first, (body.max_tokens or _DEFAULT_ANSWER) * (body.n or 1) * len(body.prompts)
 
 
