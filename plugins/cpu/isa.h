@@ -15,6 +15,9 @@ struct Isa {
   // y for weight rows [first, last) and all rows of x.
   void (*linear_columns)(const Linear& op, int64_t first, int64_t last);
 
+  // Columns [first, last) of y += low b for `rows` rows, whose y begins at `row`, with low [rows, rank] and the b of one adapter.
+  void (*lora_columns)(const Lora& op, const float* low, const float* b, int64_t row, int64_t rows, int64_t first, int64_t last);
+
   // out = silu(gate) * up.
   void (*swiglu)(const float* gate, const float* up, float* out, int64_t count);
 

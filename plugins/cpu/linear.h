@@ -59,12 +59,13 @@ struct Linear {
   int64_t depth;
 };
 
-// y += (x A^T) B^T, row by row with the A and B of the row's adapter.
+// y += (x A^T) B, row by row with the A and B of the row's adapter. A row of B is as wide as y, so that its products need no sums across
+// lanes.
 struct Lora {
   const float* x;           // [rows, depth]
   const int32_t* adapters;  // [rows]; -1: none
   const float* a;           // [count, rank, depth]
-  const float* b;           // [count, width, rank]
+  const float* b;           // [count, rank, width]
   float* y;                 // [rows, width]
   int64_t rows;
   int64_t depth;

@@ -258,7 +258,7 @@ class LinearKernel {
     a.expect_rank(3);
     const int64_t count = a.shape[0], rank = a.shape[1], width = op.weight.width;
     a.expect_shape({count, rank, op.depth});
-    b.expect_shape({count, width, rank});
+    b.expect_shape({count, rank, width});
     qwenrt::run_lora({op.x, adapters.as<int32_t>(), a.as<float>(), b.as<float>(), op.y, op.rows, op.depth, width, rank, count},
                      threads_of(context));
   }

@@ -28,7 +28,7 @@ def call(kind: str, adapters: list[int], depth: int = 70, width: int = 50, rank:
         weight = integer_weight(kind, width, depth)
     matrix, scale, groups = weight
     a = rng.standard_normal((count, rank, depth), np.float32)
-    b = rng.standard_normal((count, width, rank), np.float32)
+    b = rng.standard_normal((count, rank, width), np.float32)
     bias = rng.standard_normal(width, np.float32)
     return [x, matrix, bias, scale, groups, np.array(adapters, np.int32), a, b]
 
@@ -73,7 +73,7 @@ def test_rows_without_an_adapter_keep_their_bits_and_others_depend_on_nothing_el
         (5, np.zeros(3, np.int32), r"adapters has shape \[3\], expected \[2\]"),
         (6, np.zeros((3, 8, 71), np.float32), r"lora_a has shape \[3, 8, 71\], expected \[3, 8, 70\]"),
         (6, np.zeros((8, 70), np.float32), "lora_a has shape .* expected 3 dimensions"),
-        (7, np.zeros((2, 50, 8), np.float32), r"lora_b has shape \[2, 50, 8\], expected \[3, 50, 8\]"),
+        (7, np.zeros((2, 8, 50), np.float32), r"lora_b has shape \[2, 8, 50\], expected \[3, 8, 50\]"),
         (7, None, "lora_b is missing"),
     ],
 )

@@ -87,7 +87,7 @@ def linear(
         for row, adapter in enumerate(adapters):
             if adapter >= 0:
                 low = lora_a[adapter].astype(np.float64) @ x[row]
-                y[row] += (lora_b[adapter].astype(np.float64) @ low).astype(np.float32)
+                y[row] += (low @ lora_b[adapter].astype(np.float64)).astype(np.float32)
     return y
 
 

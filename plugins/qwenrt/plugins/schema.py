@@ -177,7 +177,7 @@ LINEAR = OpSpec(
         _GROUPS,
         Value("adapters", "I", "[M]", "each row's adapter; -1: none", optional=True),
         Value("lora_a", "F", "[adapters, R, K]", "A of each adapter; with adapters", optional=True),
-        Value("lora_b", "F", "[adapters, N, R]", "B of each adapter, its scale among it; with adapters", optional=True),
+        Value("lora_b", "F", "[adapters, R, N]", "B^T of each, its scale among it; with adapters", optional=True),
     ),
     outputs=(Value("y", "F", "[M, N]", "products"),),
     attributes=(),

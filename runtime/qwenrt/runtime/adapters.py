@@ -62,7 +62,7 @@ class LoraStacks:
                 pair = adapter.pairs.get(f"{name}.weight")
                 if pair is not None:
                     own = slice(index * rank, index * rank + pair.rank)
-                    a[own], b[row : row + width, own] = pair.a, pair.b
+                    a[own], b[own, row : row + width] = pair.a, pair.b.T
                 row += width
 
     def _parts(self, module: str) -> list[tuple[str, int]]:

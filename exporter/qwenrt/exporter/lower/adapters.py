@@ -16,8 +16,8 @@ def add_adapters(graph: ir.Graph, max_rank: int) -> None:
     """Let the projections of every layer take adapters of up to `max_rank`.
 
     New inputs are `lora_indices` [T], each token's slot or -1, and for each projection M of the graph `lora_a.M` [slots, R, in]
-    and `lora_b.M` [slots, out, R]. Where M is several projections in one, such as q, k and v, R is max_rank for each: B is zero
-    where one's rows meet another's columns.
+    and `lora_b.M` [slots, R, out]. Where M is several projections in one, such as q, k and v, R is max_rank for each: B is zero
+    where one's rank meets another's columns.
     """
     tokens = next(value for value in graph.inputs if value.name == "input_ids").shape
     assert tokens is not None
@@ -30,7 +30,7 @@ def add_adapters(graph: ir.Graph, max_rank: int) -> None:
         x, y = node.inputs[0], node.outputs[0]
         assert x is not None and x.shape is not None and y.shape is not None
         a = _input(graph, f"lora_a.{module}", ir.DataType.FLOAT, ["num_adapters", rank, x.shape[1]])
-        b = _input(graph, f"lora_b.{module}", ir.DataType.FLOAT, ["num_adapters", y.shape[1], rank])
+        b = _input(graph, f"lora_b.{module}", ir.DataType.FLOAT, ["num_adapters", rank, y.shape[1]])
         node.resize_inputs(len(_INPUTS))
         for name, value in (("adapters", indices), ("lora_a", a), ("lora_b", b)):
             node.replace_input_with(_INPUTS.index(name), value)

@@ -94,7 +94,7 @@ def _linear(
     if adapters is not None and lora_a is not None and lora_b is not None:
         for adapter in sorted(set(adapters.tolist()) - {-1}):
             rows = torch.where(adapters == adapter)[0]
-            y[rows] += F.linear(F.linear(data[rows], lora_a[adapter]), lora_b[adapter])
+            y[rows] += F.linear(data[rows], lora_a[adapter]) @ lora_b[adapter]
     return y
 
 
