@@ -52,6 +52,21 @@ MANIFEST = EngineManifest(
 )
 
 
+RANGE = {"min": 1, "opt": 1, "max": 1}
+PLAN = {
+    "file": "model.plan",
+    "compute_capability": "9.0",
+    "tensorrt_version": "10.14.1.48",
+    "plan_version": 1,
+    "stripped": False,
+    "activation_bytes": 0,
+    "profiles": [
+        {"name": "decode"} | dict.fromkeys(("num_tokens", "num_seqs", "num_logits", "max_blocks", "num_blocks"), RANGE)
+    ],
+}
+"""As it was written before ranks had plans of their own."""
+
+
 def write(out: Path, *, overwrite: bool = False, text: str = "weights") -> None:
     with write_engine_dir(out, overwrite=overwrite) as writer:
         (writer.path / "model.onnx").write_text("graph")
@@ -75,6 +90,27 @@ def test_a_written_folder_opens_with_the_manifest_that_was_sealed(tmp_path: Path
 
 def test_kv_bytes_per_token_counts_k_and_v_of_every_layer() -> None:
     assert MANIFEST.kv_bytes_per_token == 28 * 2 * 8 * 128 * 2
+
+
+def test_kv_bytes_per_token_counts_a_shared_head_for_every_rank_that_has_it() -> None:
+    assert dataclasses.replace(MANIFEST, tp=2).kv_bytes_per_token == MANIFEST.kv_bytes_per_token
+    assert dataclasses.replace(MANIFEST, tp=16).kv_bytes_per_token == 2 * MANIFEST.kv_bytes_per_token
+
+
+def test_a_manifest_from_before_there_were_ranks_has_one(tmp_path: Path) -> None:
+    write(tmp_path / "out")
+    path = tmp_path / "out" / "engine.json"
+    values = json.loads(path.read_text())
+    assert values.pop("tp") == 1
+    values["files"]["model.plan"] = values["files"]["model.onnx"]
+    path.write_text(json.dumps({**values, "plans": [PLAN]}))
+    manifest = EngineManifest.from_file(path)
+    assert manifest.tp == 1
+    assert [plan.rank for plan in manifest.plans] == [0]
+    assert (manifest.graph_name(), dataclasses.replace(manifest, tp=2).graph_name(1)) == (
+        "model.onnx",
+        "model.rank1.onnx",
+    )
 
 
 def test_an_exception_leaves_nothing(tmp_path: Path) -> None:
@@ -236,6 +272,11 @@ def test_a_parent_that_cannot_be_made_is_one_clear_error(tmp_path: Path) -> None
         ),
         ({"plugin_version": 99}, "was made for PagedAttention version 99, this qwenrt has 1; export the engine again"),
         ({"kv_dtype": "float8"}, "kv_dtype is 'float8'"),
+        ({"tp": 0}, r"tp is 0, must be 1 to model.num_heads \(16\)"),
+        ({"tp": 17}, r"tp is 17, must be 1 to model.num_heads \(16\)"),
+        ({"plans": [{**PLAN, "rank": 1}]}, "rank of model.plan is 1, tp is 1"),
+        ({"plans": [PLAN]}, "plans holds 'model.plan', which is not in files"),
+        ({"plans": ["model.plan"]}, "plans. must be an object"),
         ({"eos_token_ids": [151936]}, "eos_token_ids holds 151936"),
         ({"eos_token_ids": 5}, "eos_token_ids must be a list"),
         ({"limits": {"max_num_seqs": 1}}, "field limits.max_model_len is missing"),

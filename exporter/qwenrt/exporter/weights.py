@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -151,12 +152,14 @@ def _chunks(name: str, checkpoint: Checkpoint, contents: Contents) -> Iterator[A
     if name in contents.computed:
         yield contents.computed[name].reshape(-1)
         return
-    for source in contents.sources[name]:
-        part = source.of(checkpoint.read(source.tensor))
-        rows = max(1, _CHUNK_ELEMENTS // math.prod(part.shape[1:]))
-        for start in range(0, len(part), rows):
-            yield part[start : start + rows].reshape(-1)
-        checkpoint.forget(source.tensor)
+    for tensor, sources in itertools.groupby(contents.sources[name], key=lambda source: source.tensor):
+        whole = checkpoint.read(tensor)
+        for source in sources:
+            part = source.of(whole)
+            rows = max(1, _CHUNK_ELEMENTS // math.prod(part.shape[1:]))
+            for start in range(0, len(part), rows):
+                yield part[start : start + rows].reshape(-1)
+        checkpoint.forget(tensor)
 
 
 def _row_blocks(name: str, checkpoint: Checkpoint, contents: Contents) -> Iterator[tuple[Floats, Floats]]:

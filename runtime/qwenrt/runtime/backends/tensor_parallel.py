@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from qwenrt.plugins import ConfigError, DeviceError
 
@@ -109,9 +110,15 @@ class TensorParallelBackend:
             return first.execute(unpack(frame))
 
         try:
-            return self._run(step)
+            logits = self._run(step)
+            if self._is_one_gone():
+                raise EOFError("a rank has ended")
         except Exception as error:
             raise DeviceError(self._what_happened(error)) from error
+        return logits
+
+    def _is_one_gone(self) -> bool:
+        return any(worker.process.poll() is not None for worker in self._workers)
 
     def read_kv_blocks(self, layer: int, blocks: npt.NDArray[np.int32]) -> npt.NDArray[Any]:
         """Raises ConfigError: each rank has a part of the pool."""
@@ -132,11 +139,11 @@ class TensorParallelBackend:
         while not future.done():
             try:
                 concurrent.futures.wait([future], timeout=_POLL_SECONDS)
-                if self._first is not None and any(worker.process.poll() is not None for worker in self._workers):
+                if self._first is not None and not future.done() and self._is_one_gone():
                     self._first.abort()
             except BaseException as raised:
                 interruption = raised
-        if interruption is not None:
+        if interruption is not None and future.exception() is None:
             raise interruption
         return future.result()
 
@@ -150,8 +157,6 @@ class TensorParallelBackend:
 
 def _devices(engine: EngineDir, device: str) -> list[str]:
     """Each rank's device."""
-    import torch
-
     size = engine.manifest.tp
     first = torch.device(device)
     check_device(first, engine)
