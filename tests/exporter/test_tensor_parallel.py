@@ -22,7 +22,6 @@ from tests.checkpoints import write_checkpoint
 
 Arrays = dict[str, npt.NDArray[Any]]
 SHAPES: dict[str, dict[str, Any]] = {
-    "tied": {},
     "untied": {"tie_word_embeddings": False, "attention_bias": True},
     "biases": {"family": "llama", "tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True},
     "shared-kv": {"num_key_value_heads": 1},
@@ -82,34 +81,42 @@ def expected_of_layer(source: Arrays, prefix: str, rank: int, size: int) -> Arra
     return {prefix + name: value for name, value in found.items()}
 
 
-CASES = [("tied", 2), ("shared-kv", 4), ("experts", 2)]
-SLOW = [("biases", 2), ("untied", 2), ("shared-kv", 2), ("untied", 4), ("experts", 4)]
-
-
-@pytest.mark.parametrize(("name", "size"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)])
-def test_ranks_share_one_file_of_the_size_of_one_rank_and_each_has_its_slices(
-    name: str, size: int, tmp_path: Path
-) -> None:
-    checkpoint = write_checkpoint(tmp_path / "checkpoint", seed=5, num_hidden_layers=2, **SHAPES[name])
-    whole = load_file(export(checkpoint, tmp_path / "one").path / "model.safetensors")
-    engine = export(checkpoint, tmp_path / "split", tp=size).path
-    stored = load_file(engine / "model.safetensors")
+def check_slices(checkpoint: Path, one: Path, split: Path, size: int) -> None:
+    """The weight file of `size` ranks holds what that of one holds and no more, and every rank finds its slices in it."""
+    whole, stored = (load_file(engine / "model.safetensors") for engine in (one, split))
     assert sum(value.nbytes for value in stored.values()) == sum(value.nbytes for value in whole.values())
-    assert (engine / "model.safetensors").stat().st_size <= (
-        tmp_path / "one" / "model.safetensors"
-    ).stat().st_size + 4096
+    one_size, split_size = ((engine / "model.safetensors").stat().st_size for engine in (one, split))
+    assert split_size <= one_size + 4096
     source = load_file(checkpoint / "model.safetensors")
     head = source.get("lm_head.weight", source["model.embed_tokens.weight"])
+    layers = sum(name.endswith("input_layernorm.weight") for name in source)
     for rank in range(size):
         expected = {"lm_head.weight": np.split(head, size)[rank]}
-        for layer in range(2):
+        for layer in range(layers):
             expected |= expected_of_layer(source, f"model.layers.{layer}.", rank, size)
-        found = initializers(engine, rank)
+        found = initializers(split, rank)
         for parameter, value in expected.items():
             np.testing.assert_array_equal(found.pop(parameter), value, parameter)
         # What is not split is every rank's, as one rank has it.
         for parameter, value in found.items():
             np.testing.assert_array_equal(value, whole[parameter], parameter)
+
+
+def test_ranks_share_one_file_of_the_size_of_one_rank_and_each_has_its_slices(
+    tiny_checkpoint: Path, tiny_engine: Path, split_engine: EngineDir
+) -> None:
+    check_slices(tiny_checkpoint, tiny_engine, split_engine.path, 2)
+
+
+CASES = [("shared-kv", 4), ("experts", 2)]
+SLOW = [("biases", 2), ("untied", 2), ("shared-kv", 2), ("untied", 4), ("experts", 4)]
+
+
+@pytest.mark.parametrize(("name", "size"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)])
+def test_slices_of_other_shapes(name: str, size: int, tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", seed=5, num_hidden_layers=2, **SHAPES[name])
+    one, split = (export(checkpoint, tmp_path / str(ranks), tp=ranks).path for ranks in (1, size))
+    check_slices(checkpoint, one, split, size)
 
 
 def test_ranks_graphs_differ_in_the_places_of_weights_alone(split_engine: EngineDir) -> None:
