@@ -15,10 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qwenrt.plugins import torch_collectives, torch_experts, torch_op  # noqa: F401  (they register torch.ops.qwenrt)
+from qwenrt.plugins import torch_experts, torch_op  # noqa: F401  (they register torch.ops.qwenrt)
 
 from .config import ModelConfig
 from .experts import ExpertsSpec
+from .parallel_modules import AllReduce, SharedKVProjection, VocabParallelHead, summed_linear
 from .tensor_parallel import ONE_RANK, TensorParallel
 
 
@@ -44,78 +45,6 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
-class AllReduce(nn.Module):
-    """The sum of all ranks' tensors."""
-
-    def __init__(self, tp: TensorParallel) -> None:
-        super().__init__()
-        self.size = tp.size
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[T, width] to [T, width]."""
-        y: Tensor = torch.ops.qwenrt.all_reduce(x, self.size)
-        return y
-
-
-class RowParallelLinear(nn.Linear):
-    """A product whose columns are split over the ranks: theirs are summed, and then a bias is added."""
-
-    def __init__(self, in_features: int, out_features: int, bias: bool, tp: TensorParallel) -> None:
-        super().__init__(in_features, out_features, bias=bias)
-        self.all_reduce = AllReduce(tp)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[T, in_features] of this rank to [T, out_features] of all."""
-        y: Tensor = self.all_reduce(F.linear(x, self.weight))
-        return y if self.bias is None else y + self.bias
-
-
-class VocabParallelHead(nn.Linear):
-    """A head whose rows are split over the ranks: each has the logits of its words, and they are put side by side."""
-
-    def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
-        super().__init__(config.hidden_size, config.vocab_size // tp.size, bias=False)
-        self.all_gather = AllGather(tp)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[R, hidden] to [R, vocab]."""
-        y: Tensor = self.all_gather(super().forward(x))
-        return y
-
-
-class AllGather(nn.Module):
-    """All ranks' columns, in the order of the ranks."""
-
-    def __init__(self, tp: TensorParallel) -> None:
-        super().__init__()
-        self.size = tp.size
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[R, width] to [R, ranks * width]."""
-        y: Tensor = torch.ops.qwenrt.all_gather(x, self.size)
-        return y
-
-
-class SharedKVProjection(nn.Module):
-    """q of this rank beside k and v that it shares with other ranks, so that these lie in the weight file once."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.q_proj = nn.Linear(config.hidden_size, config.q_size, bias=config.attention_bias)
-        self.kv_proj = nn.Linear(config.hidden_size, 2 * config.kv_size, bias=config.attention_bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[T, hidden] to the packed projection [T, q_size + 2 * kv_size]."""
-        return torch.cat((self.q_proj(x), self.kv_proj(x)), dim=-1)
-
-
-def _summed_linear(in_features: int, out_features: int, bias: bool, tp: TensorParallel) -> nn.Linear:
-    """The product after heads or inner values, of which a rank has its own."""
-    if tp.size == 1:
-        return nn.Linear(in_features, out_features, bias=bias)
-    return RowParallelLinear(in_features, out_features, bias, tp)
-
-
 class Qwen3Attention(nn.Module):
     """Projections around PagedAttention."""
 
@@ -127,7 +56,7 @@ class Qwen3Attention(nn.Module):
             if tp.shares_kv
             else nn.Linear(config.hidden_size, packed, bias=config.attention_bias)
         )
-        self.o_proj = _summed_linear(config.q_size, config.hidden_size, config.output_bias, tp)
+        self.o_proj = summed_linear(config.q_size, config.hidden_size, config.output_bias, tp)
         norm_size = config.head_dim if config.qk_norm else 0
         self.q_norm = RMSNorm(norm_size, config.rms_norm_eps)
         self.k_norm = RMSNorm(norm_size, config.rms_norm_eps)
@@ -165,7 +94,7 @@ class Qwen3MLP(nn.Module):
     def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
         super().__init__()
         self.gate_up_proj = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias)
-        self.down_proj = _summed_linear(config.intermediate_size, config.hidden_size, config.mlp_bias, tp)
+        self.down_proj = summed_linear(config.intermediate_size, config.hidden_size, config.mlp_bias, tp)
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, hidden] to [T, hidden]."""
