@@ -6,10 +6,14 @@
 namespace qwenrt::QWENRT_ISA {
 namespace {
 
-// How far ahead of their use codes are called for: there is too much work between them for the processor to look so far itself.
-constexpr int64_t kAheadBytes = 1024;
+// How far ahead of their use weights are called for, there being too much work between them for the processor to look so far itself:
+// from memory to the second-level cache, and from that to the first, which has too few places for all that is on its way from memory.
+constexpr int64_t kFarBytes = 4096, kNearBytes = 256;
 
-void prefetch(const void* p) { __builtin_prefetch(static_cast<const char*>(p) + kAheadBytes); }
+void prefetch(const void* p) {
+  __builtin_prefetch(static_cast<const char*>(p) + kFarBytes, 0, 2);
+  __builtin_prefetch(static_cast<const char*>(p) + kNearBytes, 0, 3);
+}
 
 // Columns of a 4-bit panel, all of one group, in int8, to `quads`.
 void widen_columns(const uint8_t* pairs, const Group& group, int64_t columns, int8_t* quads) {
@@ -67,6 +71,8 @@ void multiply_quads(const Linear& op, const RoundedRows& x, int64_t row, int64_t
   const int64_t stride = x.stride;
   for (int m = 0; m < Rows; ++m) sums[m] = start(x.sum[row + m]);
   for (int64_t k = 0; k < op.weight.depth; k += kQuad, quads += kQuadBytes) {
+    // Of many rows all but the first find the panel in a cache.
+    if constexpr (Rows < kBlockRows) prefetch(quads);
     const Quad w = prepared(load_quad(quads));
     for (int m = 0; m < Rows; ++m) add(sums[m], w, values + m * stride + k);
   }
