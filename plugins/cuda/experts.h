@@ -11,7 +11,6 @@
 
 namespace qwenrt::cuda {
 
-constexpr int kTileRows = 64;     // rows of one expert that a block works on
 constexpr int kMaxExperts = 1024;
 constexpr int kMaxTopK = kWarp;   // a lane for each
 

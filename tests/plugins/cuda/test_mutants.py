@@ -225,8 +225,8 @@ MUTANTS = [
     Mutant(
         "experts: 32 bytes too little",
         "experts.cu",
-        "static_cast<int>(sizeof(Stage));",
-        "static_cast<int>(sizeof(Stage)) - 32;",
+        "static_cast<int>(sizeof(Stage));\n};",
+        "static_cast<int>(sizeof(Stage)) - 32;\n};",
         "outside",
     ),
     Mutant(
@@ -243,8 +243,8 @@ MUTANTS = [
     Mutant(
         "experts: too few tiles",
         "experts.cu",
-        "p.pairs / kTileRows + (p.pairs < shape.num_experts ? p.pairs : shape.num_experts)",
-        "p.pairs / kTileRows + 1",
+        "p.pairs / Tiling::kTileRows + (p.pairs < shape.num_experts ? p.pairs : shape.num_experts)",
+        "p.pairs / Tiling::kTileRows + 1",
         WRONG,
     ),
     Mutant(
@@ -293,6 +293,7 @@ def run_enough(cuda: EmulatedCuda) -> None:
 def run_enough_experts(cuda: EmulatedCuda) -> None:
     """The same: rings that wrap, tiles that are not full along any side, experts without tokens, equal logits, both norms."""
     check_experts(cuda, make_experts_call(70, 12, 3, 264, 72, dtype=ml_dtypes.bfloat16))
+    check_experts(cuda, make_experts_call(16, 12, 3, 392, 72, dtype=ml_dtypes.bfloat16))
     check_experts(cuda, make_experts_call(300, 3, 1, 72, 200, dtype=np.float16, norm=0))
 
 

@@ -28,6 +28,7 @@ BLOCKS_PER_SM = 2
 README_VERSION = "release 13.0"
 UNITS = {
     **{name: name for name in ("rope_cache", "decode", "prefill", "experts")},
+    "experts_few": "experts",
     "combine": "decode",
     **dict.fromkeys(("choose", "sort", "gather"), "routing"),
 }

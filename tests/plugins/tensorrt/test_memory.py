@@ -17,7 +17,8 @@ from .build import REPOSITORY, missing
 pytestmark = pytest.mark.slow
 
 
-def test_plugin_touches_no_other_memory() -> None:
+@pytest.mark.parametrize("suite", ["test_plugin.py", "test_experts_plugin.py"])
+def test_plugin_touches_no_other_memory(suite: str) -> None:
     if reason := missing():
         pytest.skip(reason)
     environment = {
@@ -28,7 +29,7 @@ def test_plugin_touches_no_other_memory() -> None:
         "PYTHONMALLOC": "malloc",
         "SIMT_VARIANT": Variant.MEMORY.name,
     }
-    suite = Path(__file__).with_name("test_plugin.py")
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-s", "-p", "no:cacheprovider", str(suite)]
+    path = Path(__file__).with_name(suite)
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-s", "-p", "no:cacheprovider", str(path)]
     done = subprocess.run(command, env=environment, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
