@@ -62,8 +62,10 @@ def served(demo_engine: Path) -> Iterator[Served]:
     served = Served(demo_engine, "--ray", "local", "--replicas", "2", "--served-model-name", "demo")
     processes = family(served.process.pid)
     yield served
-    assert served.end(signal.SIGTERM) == (0, "")
-    assert not [pid for pid in processes if Path(f"/proc/{pid}").exists()]
+    status, stderr = served.end(signal.SIGTERM)
+    # Ray may add a line about the replica that was killed.
+    assert status == 0 and "Traceback" not in stderr, stderr
+    until(lambda: not [pid for pid in processes if Path(f"/proc/{pid}").exists()])
 
 
 def test_openais_client_sees_one_server_that_answers_as_the_engine_does(served: Served, demo_engine: Path) -> None:
