@@ -27,8 +27,8 @@ void check_size(const char* name, int64_t size) {
 qwenrt::Weight weight_of(const QwenrtWeight& weight) {
   check_size("weight.width", weight.width);
   check_size("weight.depth", weight.depth);
-  return {weight.data,  weight.scale,      weight.groups, weight.width,
-          weight.depth, weight.group_size, static_cast<qwenrt::ElementType>(weight.type)};
+  return {weight.data,  weight.scale, weight.groups,     weight.group_scale, weight.group_offset,
+          weight.width, weight.depth, weight.group_size, static_cast<qwenrt::ElementType>(weight.type)};
 }
 
 }  // namespace

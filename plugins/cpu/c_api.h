@@ -44,9 +44,11 @@ struct QwenrtWeight {
   const void* data;      /* [width, depth]; int8: [panels, depth / 4, 64]; uint8: [panels, depth / 8, 64] */
   const float* scale;    /* [width], for int8 and uint8 */
   const uint8_t* groups; /* [panels, depth / group_size, 16], for uint8 */
+  const float* group_scale;  /* the same shape, or null */
+  const float* group_offset; /* the same shape, or null; with group_scale */
   int64_t width;
   int64_t depth; /* of panels: with the columns that fill them up */
-  int64_t group_size;
+  int64_t group_size; /* for uint8, and with group_scale */
   int32_t type; /* any of QwenrtElementType */
 };
 

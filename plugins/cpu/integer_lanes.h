@@ -122,14 +122,14 @@ inline Quad widen(const Quad& codes, const Group& g) {
 }
 inline Products start(int32_t) { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
 inline Quad prepared(const Quad& w) { return w; }
-// The instruction wants one side unsigned: the magnitudes of x, and their signs go to the weights. Pairs of products of values
-// within +-127 stay within 16 bits.
+// The instruction wants one side unsigned: the magnitudes of the weights, 128 among them, and their signs go to x. Pairs of products
+// stay within 16 bits, for x is within +-127.
 inline void add(Products& sums, const Quad& w, const int8_t* x) {
   int32_t four;
   __builtin_memcpy(&four, x, sizeof four);
-  const __m256i xs = _mm256_set1_epi32(four), magnitudes = _mm256_abs_epi8(xs);
+  const __m256i xs = _mm256_set1_epi32(four);
   for (int i = 0; i < 2; ++i) {
-    const __m256i pairs = _mm256_maddubs_epi16(magnitudes, _mm256_sign_epi8(w.half[i], xs));
+    const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w.half[i]), _mm256_sign_epi8(xs, w.half[i]));
     sums.half[i] = _mm256_add_epi32(sums.half[i], _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
   }
 }

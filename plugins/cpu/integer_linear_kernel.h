@@ -15,6 +15,36 @@ void prefetch(const void* p) {
   __builtin_prefetch(static_cast<const char*>(p) + kNearBytes, 0, 3);
 }
 
+// Sums of a panel's channels in float32, where groups have scales of their own.
+struct Totals {
+  Floats part[kPanelWidth / kLanes];
+};
+
+Floats as_floats(const int32_t* sums) {
+  Ints whole;
+  __builtin_memcpy(&whole, sums, sizeof whole);
+  return __builtin_convertvector(whole, Floats);
+}
+Floats as_floats(const float* sums) { return load(sums); }
+
+// What a panel's group, the g-th, has beside its integers.
+struct GroupScales {
+  const float *scale, *offset;
+
+  GroupScales(const Weight& weight, int64_t panel, int64_t g)
+      : scale(weight.group_scale + weight.panel_start(panel) + g * kPanelWidth),
+        offset(weight.group_offset == nullptr ? nullptr : scale - weight.group_scale + weight.group_offset) {}
+
+  // Adds the products of a group to those of the groups before it, of a panel's channels: in this order on every path, so that a row's
+  // bits do not depend on it.
+  void add(Floats* totals, const int32_t* sums, int32_t sum_of_x) const {
+    for (int i = 0; i < kPanelWidth / kLanes; ++i) {
+      totals[i] = multiply_add(as_floats(sums + i * kLanes), load(scale + i * kLanes), totals[i]);
+      if (offset != nullptr) totals[i] = multiply_add(broadcast(static_cast<float>(sum_of_x)), load(offset + i * kLanes), totals[i]);
+    }
+  }
+};
+
 // Columns of a 4-bit panel, all of one group, in int8, to `quads`.
 void widen_columns(const uint8_t* pairs, const Group& group, int64_t columns, int8_t* quads) {
   for (int64_t k = 0; k < columns; k += 2 * kQuad, pairs += kQuadBytes, quads += 2 * kQuadBytes) {
@@ -33,19 +63,19 @@ void widen_panel(const Weight& weight, int64_t panel, int8_t* quads) {
 }
 
 // y of one row and kLanes channels, from the sums of their products.
-Floats outputs(const Linear& op, const Floats& x_scale, int64_t channel, const int32_t* sums) {
-  Ints whole;
-  __builtin_memcpy(&whole, sums, sizeof whole);
-  const Floats y = __builtin_convertvector(whole, Floats) * (x_scale * load(op.weight.scale + channel));
+Floats outputs(const Linear& op, const Floats& x_scale, int64_t channel, const Floats& sums) {
+  const Floats y = sums * (x_scale * load(op.weight.scale + channel));
   return op.bias == nullptr ? y : y + load(op.bias + channel);
 }
 
-// y of one row and a panel's channels.
-void write_outputs(const Linear& op, const RoundedRows& x, int64_t row, int64_t panel, const int32_t* sums) {
+// y of one row and a panel's channels, from int32 or float sums.
+template <class Sum>
+void write_outputs(const Linear& op, const RoundedRows& x, int64_t row, int64_t panel, const Sum* sums) {
   const int64_t first = panel * kPanelWidth, width = op.weight.width;
   float* y = op.y + row * width + first;
   if (first + kPanelWidth <= width) {
-    for (int64_t n = 0; n < kPanelWidth; n += kLanes) store(y + n, outputs(op, broadcast(x.scale[row]), first + n, sums + n));
+    for (int64_t n = 0; n < kPanelWidth; n += kLanes)
+      store(y + n, outputs(op, broadcast(x.scale[row]), first + n, as_floats(sums + n)));
     return;
   }
   for (int64_t n = 0; n < width - first; ++n) {
@@ -54,43 +84,83 @@ void write_outputs(const Linear& op, const RoundedRows& x, int64_t row, int64_t 
   }
 }
 
-template <int Rows>
-void write_products(const Linear& op, const RoundedRows& x, int64_t row, int64_t panel, const Products (&sums)[Rows]) {
-  for (int m = 0; m < Rows; ++m) {
+// What comes of the sums of Rows rows and a panel: with one scale a row they run over the whole depth, else they are gathered group by
+// group.
+template <int Rows, bool Scaled>
+class Outputs {
+ public:
+  Outputs(const Linear& op, const RoundedRows& x, int64_t row, int64_t panel) : op_(op), x_(x), row_(row), panel_(panel) {}
+
+  // The sum of the values of row m that meet group g.
+  int32_t sum_of_x(int m, int64_t g) const { return x_.group_sums[(row_ + m) * x_.num_groups + g]; }
+
+  void add_group(int64_t g, const Products (&sums)[Rows]) {
+    const GroupScales scales(op_.weight, panel_, g);
     int32_t whole[kPanelWidth];
-    store_products(whole, sums[m]);
-    write_outputs(op, x, row + m, panel, whole);
+    for (int m = 0; m < Rows; ++m) {
+      store_products(whole, sums[m]);
+      scales.add(totals_[m].part, whole, sum_of_x(m, g));
+    }
   }
-}
+
+  void write(const Products (&sums)[Rows]) const {
+    for (int m = 0; m < Rows; ++m) {
+      if constexpr (Scaled) {
+        float total[kPanelWidth];
+        for (int i = 0; i < kPanelWidth / kLanes; ++i) store(total + i * kLanes, totals_[m].part[i]);
+        write_outputs(op_, x_, row_ + m, panel_, total);
+      } else {
+        int32_t whole[kPanelWidth];
+        store_products(whole, sums[m]);
+        write_outputs(op_, x_, row_ + m, panel_, whole);
+      }
+    }
+  }
+
+ private:
+  const Linear& op_;
+  const RoundedRows& x_;
+  const int64_t row_, panel_;
+  Totals totals_[Scaled ? Rows : 1] = {};
+};
 
 // The products of Rows rows of x with an int8 panel.
-template <int Rows>
+template <int Rows, bool Scaled>
 void multiply_quads(const Linear& op, const RoundedRows& x, int64_t row, int64_t panel, const int8_t* quads) {
   Products sums[Rows];
   const int8_t* values = x.values + row * x.stride;
-  const int64_t stride = x.stride;
+  const int64_t stride = x.stride, columns = Scaled ? op.weight.group_size : op.weight.depth;
+  Outputs<Rows, Scaled> y(op, x, row, panel);
   for (int m = 0; m < Rows; ++m) sums[m] = start(x.sum[row + m]);
-  for (int64_t k = 0; k < op.weight.depth; k += kQuad, quads += kQuadBytes) {
-    // Of many rows all but the first find the panel in a cache.
-    if constexpr (Rows < kBlockRows) prefetch(quads);
-    const Quad w = prepared(load_quad(quads));
-    for (int m = 0; m < Rows; ++m) add(sums[m], w, values + m * stride + k);
+  for (int64_t k = 0; k < op.weight.depth; k += columns) {
+    if constexpr (Scaled)
+      for (int m = 0; m < Rows; ++m) sums[m] = start(y.sum_of_x(m, k / columns));
+    for (int64_t column = k; column < k + columns; column += kQuad, quads += kQuadBytes) {
+      // Of many rows all but the first find the panel in a cache.
+      if constexpr (Rows < kBlockRows) prefetch(quads);
+      const Quad w = prepared(load_quad(quads));
+      for (int m = 0; m < Rows; ++m) add(sums[m], w, values + m * stride + column);
+    }
+    if constexpr (Scaled) y.add_group(k / columns, sums);
   }
-  write_products(op, x, row, panel, sums);
+  y.write(sums);
 }
 
 // The products of Rows rows of x with a 4-bit panel, straight from the codes.
-template <int Rows>
+template <int Rows, bool Scaled>
 void multiply_codes(const Linear& op, const RoundedRows& x, int64_t row, int64_t panel) {
   const Weight& weight = op.weight;
   const uint8_t *pairs = weight.pairs(panel), *groups = weight.panel_groups(panel);
   const int8_t* values = x.values + row * x.stride;
-  const int32_t* group_sums = x.group_sums + row * weight.num_groups();
+  Outputs<Rows, Scaled> y(op, x, row, panel);
   Products sums[Rows];
   for (int m = 0; m < Rows; ++m) sums[m] = no_products();
   for (int64_t g = 0; g < weight.num_groups(); ++g, groups += kPanelWidth) {
     const CodeGroup group = load_code_group(groups);
-    for (int m = 0; m < Rows; ++m) subtract_offset(sums[m], group, group_sums[m * weight.num_groups() + g]);
+    for (int m = 0; m < Rows; ++m) {
+      if constexpr (Scaled) sums[m] = no_products();
+      subtract_offset(sums[m], group, y.sum_of_x(m, g));
+    }
     for (int64_t left = weight.group_size / (2 * kQuad); left > 0; left -= kRunPairs) {
       Dots dots[Rows];
       for (int m = 0; m < Rows; ++m) dots[m] = no_dots();
@@ -107,8 +177,9 @@ void multiply_codes(const Linear& op, const RoundedRows& x, int64_t row, int64_t
       }
       for (int m = 0; m < Rows; ++m) add_dots(sums[m], dots[m], group);
     }
+    if constexpr (Scaled) y.add_group(g, sums);
   }
-  write_products(op, x, row, panel, sums);
+  y.write(sums);
 }
 
 // A panel in int8: where it lies, or widened to `scratch`.
@@ -135,16 +206,30 @@ void widen_unit(const Weight& weight, int64_t panel, int64_t k, int8_t* quads) {
                   columns, quads);
 }
 
+// Tiles 0 to 3 are sums, 4 and 5 rows of x, 6 and 7 columns of panels, of which one product takes `columns`.
 struct TileConfig {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
   uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
   uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+
+  explicit TileConfig(int64_t columns) {
+    row_bytes[4] = row_bytes[5] = static_cast<uint16_t>(columns);
+    rows[6] = rows[7] = static_cast<uint8_t>(columns / kQuad);
+  }
 };
-constexpr TileConfig kTileConfig;
+
+// Columns of a product of tiles: all of one group, where groups have scales of their own.
+int64_t tile_columns(const Weight& weight) {
+  return weight.group_scale != nullptr && weight.group_size < kDepthUnit ? weight.group_size : kDepthUnit;
+}
+
+// How many of a tile's rows, from `row` on, there are.
+int64_t rows_of_tile(const Linear& op, int64_t row) { return op.rows - row < kTile ? op.rows - row : kTile; }
 
 // y of up to 16 rows and a panel's channels.
-void write_tile(const Linear& op, const RoundedRows& x, int64_t row, int64_t panel, const int32_t* sums) {
-  const int64_t rows = op.rows - row < kTile ? op.rows - row : kTile, first = panel * kPanelWidth, width = op.weight.width;
+template <class Sum>
+void write_tile(const Linear& op, const RoundedRows& x, int64_t row, int64_t panel, const Sum* sums) {
+  const int64_t rows = rows_of_tile(op, row), first = panel * kPanelWidth, width = op.weight.width;
   if (first + kPanelWidth > width) {
     for (int64_t m = 0; m < rows; ++m) write_outputs(op, x, row + m, panel, sums + m * kPanelWidth);
     return;
@@ -153,31 +238,47 @@ void write_tile(const Linear& op, const RoundedRows& x, int64_t row, int64_t pan
   const Floats scale = load(op.weight.scale + first);
   float* y = op.y + row * width + first;
   for (int64_t m = 0; m < rows; ++m, y += width, sums += kPanelWidth) {
-    const Floats product = _mm512_cvtepi32_ps(_mm512_load_si512(sums)) * (broadcast(x.scale[row + m]) * scale);
+    const Floats product = as_floats(sums) * (broadcast(x.scale[row + m]) * scale);
     store(y, op.bias == nullptr ? product : product + load(op.bias + first));
   }
 }
 
 constexpr int64_t kUnitBytes = kPanelWidth * kDepthUnit;
 
-// Columns [k, k + 64) of two panels, int8.
+// Columns of two panels, int8.
 struct Units {
   const int8_t *left, *right;
 };
 
-// Two panels, or one twice unless `both`, by one or two tiles of rows: tiles 0 to 3 are sums, 4 and 5 rows of x, 6 and 7 columns of the
-// panels, which units(k) gives.
+// Two panels, or one twice unless `both`, by one or two tiles of rows.
+struct TileTask {
+  const Linear& op;
+  const RoundedRows& x;
+  int64_t row, panel;
+  bool both;
+
+  // Calls work(the number of its tile, row, panel) for each tile of sums that is wanted.
+  template <bool TwoTiles, class Work>
+  void for_tiles(const Work& work) const {
+    for (int tile = 0; tile < (TwoTiles ? 4 : 2); ++tile)
+      if (both || tile % 2 == 0) work(tile, row + tile / 2 * kTile, panel + tile % 2);
+  }
+};
+
+constexpr int64_t kTileSums = kTile * kPanelWidth;
+
+// `sums`: of columns [first, last); units(k) gives the panels' columns from k on.
 template <bool TwoTiles, class GetUnits>
-void multiply_tiles(const Linear& op, const RoundedRows& x, int64_t row, int64_t panel, bool both, const GetUnits& units) {
-  const int8_t* values = x.values + row * x.stride;
-  const int64_t stride = x.stride;
+void sum_tiles(const TileTask& task, int64_t first, int64_t last, const GetUnits& units, int32_t (&sums)[4][kTileSums]) {
+  const int64_t stride = task.x.stride, columns = tile_columns(task.op.weight);
+  const int8_t* values = task.x.values + task.row * stride;
   _tile_zero(0);
   _tile_zero(1);
   if constexpr (TwoTiles) {
     _tile_zero(2);
     _tile_zero(3);
   }
-  for (int64_t k = 0; k < op.weight.depth; k += kDepthUnit) {
+  for (int64_t k = first; k < last; k += columns) {
     const Units w = units(k);
     _tile_loadd(4, values + k, stride);
     _tile_loadd(6, w.left, kQuadBytes);
@@ -190,25 +291,47 @@ void multiply_tiles(const Linear& op, const RoundedRows& x, int64_t row, int64_t
       _tile_dpbssd(3, 5, 7);
     }
   }
-  alignas(64) int32_t sums[4][kTile * kPanelWidth];
   _tile_stored(0, sums[0], kQuadBytes);
   _tile_stored(1, sums[1], kQuadBytes);
-  write_tile(op, x, row, panel, sums[0]);
-  if (both) write_tile(op, x, row, panel + 1, sums[1]);
   if constexpr (TwoTiles) {
     _tile_stored(2, sums[2], kQuadBytes);
     _tile_stored(3, sums[3], kQuadBytes);
-    write_tile(op, x, row + kTile, panel, sums[2]);
-    if (both) write_tile(op, x, row + kTile, panel + 1, sums[3]);
   }
+}
+
+template <bool TwoTiles, class GetUnits>
+void multiply_tiles(const TileTask& task, const GetUnits& units) {
+  const Weight& weight = task.op.weight;
+  alignas(64) int32_t sums[4][kTileSums];
+  if (weight.group_scale == nullptr) {
+    sum_tiles<TwoTiles>(task, 0, weight.depth, units, sums);
+    task.for_tiles<TwoTiles>([&](int tile, int64_t row, int64_t panel) { write_tile(task.op, task.x, row, panel, sums[tile]); });
+    return;
+  }
+  alignas(64) float totals[4][kTileSums] = {};
+  for (int64_t g = 0; g < weight.num_groups(); ++g) {
+    sum_tiles<TwoTiles>(task, g * weight.group_size, (g + 1) * weight.group_size, units, sums);
+    task.for_tiles<TwoTiles>([&](int tile, int64_t row, int64_t panel) {
+      const GroupScales scales(weight, panel, g);
+      const int32_t* sum_of_x = task.x.group_sums + row * task.x.num_groups + g;
+      for (int64_t m = 0; m < rows_of_tile(task.op, row); ++m, sum_of_x += task.x.num_groups) {
+        float* total = totals[tile] + m * kPanelWidth;
+        Floats next = load(total);
+        scales.add(&next, sums[tile] + m * kPanelWidth, *sum_of_x);
+        store(total, next);
+      }
+    });
+  }
+  task.for_tiles<TwoTiles>([&](int tile, int64_t row, int64_t panel) { write_tile(task.op, task.x, row, panel, totals[tile]); });
 }
 
 template <class GetUnits>
 void multiply_two_panels(const Linear& op, const RoundedRows& x, int64_t row, int64_t panel, bool both, const GetUnits& units) {
+  const TileTask task{op, x, row, panel, both};
   if (row + kTile < op.rows) {
-    multiply_tiles<true>(op, x, row, panel, both, units);
+    multiply_tiles<true>(task, units);
   } else {
-    multiply_tiles<false>(op, x, row, panel, both, units);
+    multiply_tiles<false>(task, units);
   }
 }
 
@@ -222,10 +345,13 @@ void widening_tiles(const Linear& op, const RoundedRows& x, int64_t first, int64
     const int64_t right = panel + 1 < last ? panel + 1 : panel;
     multiply_two_panels(op, x, 0, panel, right != panel, [&](int64_t k) -> Units {
       auto& units = ring[k / kDepthUnit % 2];
-      widen_unit(op.weight, panel, k, units[0]);
-      widen_unit(op.weight, right, k, units[1]);
-      finish_stores();
-      return {units[0], units[1]};
+      const int64_t in_unit = k % kDepthUnit;
+      if (in_unit == 0) {
+        widen_unit(op.weight, panel, k, units[0]);
+        widen_unit(op.weight, right, k, units[1]);
+        finish_stores();
+      }
+      return {units[0] + in_unit * kPanelWidth, units[1] + in_unit * kPanelWidth};
     });
   }
 }
@@ -249,7 +375,8 @@ void cached_tiles(const Linear& op, const RoundedRows& x, int64_t first, int64_t
 }
 
 void tiled_panels(const Linear& op, const RoundedRows& x, int64_t first, int64_t last, int8_t* scratch) {
-  _tile_loadconfig(&kTileConfig);
+  const TileConfig config(tile_columns(op.weight));
+  _tile_loadconfig(&config);
   if (op.weight.type == ElementType::kUint8 && op.rows <= 2 * kTile && groups_fit_units(op.weight)) {
     widening_tiles(op, x, first, last);
   } else {
@@ -260,20 +387,26 @@ void tiled_panels(const Linear& op, const RoundedRows& x, int64_t first, int64_t
 
 #endif
 
+template <bool Scaled>
+void row_blocks(const Linear& op, const RoundedRows& x, int64_t first, int64_t last, int8_t* scratch) {
+  for (int64_t panel = first; panel < last; ++panel) {
+    if (op.weight.type == ElementType::kUint8 && op.rows <= 2 * kCodeRows) {
+      in_blocks<kCodeRows>(0, op.rows, [&](auto rows, int64_t row) { multiply_codes<rows.value, Scaled>(op, x, row, panel); });
+    } else {
+      const int8_t* quads = whole_panel(op.weight, panel, scratch);
+      in_blocks<kBlockRows>(0, op.rows, [&](auto rows, int64_t row) { multiply_quads<rows.value, Scaled>(op, x, row, panel, quads); });
+    }
+  }
+}
+
 }  // namespace
 
 void integer_panels(const Linear& op, const RoundedRows& x, int64_t first, int64_t last, int8_t* scratch) {
 #if defined(__AMX_INT8__)
   if (op.rows >= kFewestTileRows) return tiled_panels(op, x, first, last, scratch);
 #endif
-  for (int64_t panel = first; panel < last; ++panel) {
-    if (op.weight.type == ElementType::kUint8 && op.rows <= 2 * kCodeRows) {
-      in_blocks<kCodeRows>(0, op.rows, [&](auto rows, int64_t row) { multiply_codes<rows.value>(op, x, row, panel); });
-    } else {
-      const int8_t* quads = whole_panel(op.weight, panel, scratch);
-      in_blocks<kBlockRows>(0, op.rows, [&](auto rows, int64_t row) { multiply_quads<rows.value>(op, x, row, panel, quads); });
-    }
-  }
+  if (op.weight.group_scale != nullptr) return row_blocks<true>(op, x, first, last, scratch);
+  row_blocks<false>(op, x, first, last, scratch);
 }
 
 // Integer values within +-127 whose largest stands for the largest magnitude of the row. Magnitudes are compared as bits, in which

@@ -165,6 +165,7 @@ inline float sum(Floats v) {
 #endif
 
 typedef int32_t Ints __attribute__((vector_size(sizeof(Floats))));
+typedef uint32_t Bits __attribute__((vector_size(sizeof(Floats))));
 
 inline Floats zero() { return broadcast(0); }
 
@@ -196,7 +197,8 @@ inline Floats exp_of_negative(Floats x) {
   p = multiply_add(p, r, broadcast(0.5f));
   p = multiply_add(p, r, broadcast(1));
   p = multiply_add(p, r, broadcast(1));
-  const Floats scaled = (Floats)((Ints)p + ((Ints)shifted << 23));
+  // What overflows here is below -87, and masked out.
+  const Floats scaled = (Floats)((Bits)p + ((Bits)shifted << 23));
   const Floats result = (Floats)((Ints)scaled & ~(Ints)(x < broadcast(-87)));
   return x == x ? result : x;
 }

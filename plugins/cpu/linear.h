@@ -19,28 +19,35 @@ constexpr int64_t kMaxIntegerDepth = int64_t{1} << 17;
 // [width, depth], row-major and dense, aligned to its element; or integers, whose panels hold `depth` columns with the filling.
 struct Weight {
   const void* data;
-  const float* scale;     // [width], for integers
-  const uint8_t* groups;  // [panels, depth / group_size, 16], for uint8: multiplier | zero point << 4
+  const float* scale;         // [width], for integers
+  const uint8_t* groups;      // [panels, depth / group_size, 16], for uint8: multiplier | zero point << 4
+  const float* group_scale;   // the same shape, where a group's integers are multiples of a number of their own; or null
+  const float* group_offset;  // the same, where a number is added to these products; or null
   int64_t width;
   int64_t depth;
-  int64_t group_size;  // for uint8
+  int64_t group_size;  // for uint8, and with group_scale
   ElementType type;
 
   bool is_integer() const { return type == ElementType::kInt8 || type == ElementType::kUint8; }
   int64_t panels() const { return (width + kPanelWidth - 1) / kPanelWidth; }
-  int64_t num_groups() const { return type == ElementType::kUint8 ? depth / group_size : 0; }
+  int64_t num_groups() const { return type == ElementType::kUint8 || group_scale != nullptr ? depth / group_size : 0; }
   int64_t panel_bytes() const { return depth * kPanelWidth / (type == ElementType::kUint8 ? 2 : 1); }
   const int8_t* panel(int64_t i) const { return static_cast<const int8_t*>(data) + i * panel_bytes(); }
   const uint8_t* pairs(int64_t i) const { return static_cast<const uint8_t*>(data) + i * panel_bytes(); }
-  const uint8_t* panel_groups(int64_t i) const { return groups + i * num_groups() * kPanelWidth; }
+  // Where a panel's part of `groups`, `group_scale` and `group_offset` begins.
+  int64_t panel_start(int64_t i) const { return i * num_groups() * kPanelWidth; }
+  const uint8_t* panel_groups(int64_t i) const { return groups + panel_start(i); }
 
   // Rows [first, first + count); of integers, `first` is a multiple of a panel's width.
   Weight part(int64_t first, int64_t count) const {
     Weight rows = *this;
     rows.width = count;
     if (is_integer()) {
+      const int64_t start = panel_start(first / kPanelWidth);
       rows.data = panel(first / kPanelWidth), rows.scale = scale + first;
-      if (groups != nullptr) rows.groups = panel_groups(first / kPanelWidth);
+      if (groups != nullptr) rows.groups = groups + start;
+      if (group_scale != nullptr) rows.group_scale = group_scale + start;
+      if (group_offset != nullptr) rows.group_offset = group_offset + start;
     } else {
       rows.data = static_cast<const char*>(data) + first * depth * (type == ElementType::kFloat32 ? 4 : 2);
     }
@@ -49,7 +56,8 @@ struct Weight {
 };
 
 // A row of y has the same bits whatever other rows are computed with it: with float weights each sum runs in one order that
-// depends on `depth` alone; with integers a row of x is rounded to int8 by itself, and sums are exact.
+// depends on `depth` alone; with integers a row of x is rounded to int8 by itself, and sums are exact, or where groups have scales of
+// their own exact within a group, and float32 from group to group.
 struct Linear {
   const float* x;  // [rows, depth]
   Weight weight;
@@ -88,7 +96,7 @@ struct RoundedRows {
   int8_t* values;  // [rows, stride]
   float* scale;    // [rows]; NaN for a row that is not finite
   int32_t* sum;    // [rows]: of the values
-  int32_t* group_sums;  // [rows, num_groups]: of the values that meet a group of 4-bit weights
+  int32_t* group_sums;  // [rows, num_groups]: of the values that meet a group of weights
   int64_t stride;
   int64_t num_groups;
 

@@ -198,10 +198,16 @@ class PagedAttentionKernel {
   qwenrt::PagedAttention op_{};
 };
 
-// A weight of Linear, Embedding or MixtureOfExperts, with what belongs to it where it is of integers; `depth` is what a float weight must have.
-qwenrt::Weight weight_of(const OrtKernelContext* context, ElementType type, const char* const* names, size_t index, size_t scale_index,
-                         size_t groups_index, int64_t depth) {
-  const Tensor tensor = input(context, index, names[index]);
+// Where an op has a weight among its inputs, and what belongs to that where it is of integers.
+struct WeightInputs {
+  const char* const* names;
+  size_t weight, scale, groups, group_scale, group_offset;
+};
+
+// A weight of Linear, Embedding or MixtureOfExperts; `depth` is what a float weight must have.
+qwenrt::Weight weight_of(const OrtKernelContext* context, ElementType type, const WeightInputs& at, int64_t depth) {
+  const auto part = [&](size_t index) { return input(context, index, at.names[index]); };
+  const Tensor tensor = part(at.weight);
   qwenrt::Weight weight{};
   weight.data = tensor.data;
   weight.type = type;
@@ -211,20 +217,25 @@ qwenrt::Weight weight_of(const OrtKernelContext* context, ElementType type, cons
     tensor.expect_shape({weight.width, depth});
     return weight;
   }
-  const Tensor scale = input(context, scale_index, names[scale_index]);
+  const Tensor scale = part(at.scale);
   scale.expect_rank(1);
   weight.scale = scale.as<float>(), weight.width = scale.shape[0];
   tensor.expect_rank(3);
   tensor.expect_shape({weight.panels(), tensor.shape[1], qwenrt::kQuadBytes});
-  weight.depth = tensor.shape[1] * qwenrt::kQuad;
-  if (type == ElementType::kUint8) {
-    weight.depth *= 2;
-    const Tensor groups = input(context, groups_index, names[groups_index]);
-    groups.expect_rank(3);
-    groups.expect_shape({weight.panels(), groups.shape[1], qwenrt::kPanelWidth});
-    weight.groups = groups.as<uint8_t>();
-    weight.group_size = groups.shape[1] > 0 && weight.depth % groups.shape[1] == 0 ? weight.depth / groups.shape[1] : 0;
-  }
+  weight.depth = tensor.shape[1] * qwenrt::kQuad * (type == ElementType::kUint8 ? 2 : 1);
+  // The first of these says how many groups there are, the others must agree.
+  int64_t groups = -1;
+  const auto group_part = [&](size_t index) {
+    const Tensor values = part(index);
+    values.expect_rank(3);
+    if (groups < 0) groups = values.shape[1];
+    values.expect_shape({weight.panels(), groups, qwenrt::kPanelWidth});
+    return values;
+  };
+  if (type == ElementType::kUint8) weight.groups = group_part(at.groups).as<uint8_t>();
+  if (has_input(context, at.group_scale)) weight.group_scale = group_part(at.group_scale).as<float>();
+  if (has_input(context, at.group_offset)) weight.group_offset = group_part(at.group_offset).as<float>();
+  weight.group_size = groups > 0 && weight.depth % groups == 0 ? weight.depth / groups : 0;
   return weight;
 }
 
@@ -238,7 +249,7 @@ class LinearKernel {
     x.expect_rank(2);
     qwenrt::Linear op{};
     op.x = x.as<float>(), op.rows = x.shape[0], op.depth = x.shape[1];
-    op.weight = weight_of(context, weight_type_, kInputNames, kWeight, kScale, kGroups, op.depth);
+    op.weight = weight_of(context, weight_type_, {kInputNames, kWeight, kScale, kGroups, kGroupScale, kGroupOffset}, op.depth);
     if (has_input(context, kBias)) {
       const Tensor bias = input(context, kBias, kInputNames[kBias]);
       bias.expect_shape({op.weight.width});
@@ -280,10 +291,12 @@ class MixtureOfExpertsKernel {
     router.expect_rank(2);
     const int64_t tokens = x.shape[0], hidden = x.shape[1], experts = router.shape[1];
     router.expect_shape({tokens, experts});
-    const qwenrt::Weight gate_up = weight_of(context, weight_type_, kInputNames, kGateUp, kGateUpScale, kGateUpGroups, hidden);
+    const WeightInputs gate_ups{kInputNames, kGateUp, kGateUpScale, kGateUpGroups, kGateUpGroupScale, kGateUpGroupOffset};
+    const WeightInputs downs{kInputNames, kDown, kDownScale, kDownGroups, kDownGroupScale, kDownGroupOffset};
+    const qwenrt::Weight gate_up = weight_of(context, weight_type_, gate_ups, hidden);
     const int64_t pairs = std::max(int64_t{1}, 2 * experts), inner = gate_up.width / pairs;
     expect_width("gate_up", gate_up.width, pairs * inner);
-    const qwenrt::Weight down = weight_of(context, weight_type_, kInputNames, kDown, kDownScale, kDownGroups, inner);
+    const qwenrt::Weight down = weight_of(context, weight_type_, downs, inner);
     expect_width("down", down.width, experts * hidden);
     float* y = static_cast<float*>(output(context, kY, {tokens, hidden}));
     qwenrt::run_mixture_of_experts({x.as<float>(), router.as<float>(), gate_up, down, y, tokens, hidden, inner, experts, top_k_,
@@ -313,7 +326,8 @@ class EmbeddingKernel {
     using namespace qwenrt::ops::embedding;
     const Tensor ids = input(context, kIds, kInputNames[kIds]);
     ids.expect_rank(1);
-    const qwenrt::Weight weight = weight_of(context, weight_type_, kInputNames, kWeight, kScale, kGroups, depth_);
+    const qwenrt::Weight weight =
+        weight_of(context, weight_type_, {kInputNames, kWeight, kScale, kGroups, kGroupScale, kGroupOffset}, depth_);
     float* y = static_cast<float*>(output(context, kY, {ids.shape[0], depth_}));
     qwenrt::run_embedding({ids.as<int32_t>(), weight, y, ids.shape[0], depth_});
   }
@@ -399,18 +413,21 @@ std::vector<CustomOp> make_ops() {
   for (const ElementType type : {ElementType::kFloat32, ElementType::kFloat16, ElementType::kBFloat16, ElementType::kInt8, ElementType::kUint8}) {
     using namespace qwenrt::ops::linear;
     const auto weight = static_cast<ONNXTensorElementDataType>(type);
-    ops.push_back(custom_op<LinearKernel>(kName, kVersion, {kFloat, weight, kFloat, kFloat, kByte, kInt, kFloat, kFloat}, kBias,
+    ops.push_back(custom_op<LinearKernel>(kName, kVersion, 
+                                          {kFloat, weight, kFloat, kFloat, kByte, kInt, kFloat, kFloat, kFloat, kFloat}, kBias,
                                           {kFloat}, type));
   }
   for (const ElementType type : {ElementType::kInt8, ElementType::kUint8}) {
     using namespace qwenrt::ops::embedding;
     const auto weight = static_cast<ONNXTensorElementDataType>(type);
-    ops.push_back(custom_op<EmbeddingKernel>(kName, kVersion, {kInt, weight, kFloat, kByte}, kScale, {kFloat}, type));
+    ops.push_back(custom_op<EmbeddingKernel>(kName, kVersion, {kInt, weight, kFloat, kByte, kFloat, kFloat}, kScale, {kFloat}, type));
   }
   for (const ElementType type : {ElementType::kFloat32, ElementType::kFloat16, ElementType::kBFloat16, ElementType::kInt8, ElementType::kUint8}) {
     using namespace qwenrt::ops::mixture_of_experts;
     const auto weight = static_cast<ONNXTensorElementDataType>(type);
-    ops.push_back(custom_op<MixtureOfExpertsKernel>(kName, kVersion, {kFloat, kFloat, weight, weight, kFloat, kFloat, kByte, kByte},
+    ops.push_back(custom_op<MixtureOfExpertsKernel>(kName, kVersion, 
+                                                    {kFloat, kFloat, weight, weight, kFloat, kFloat, kByte, kByte, kFloat, kFloat,
+                                                     kFloat, kFloat},
                                                     kGateUpScale, {kFloat}, type));
   }
   {

@@ -51,12 +51,17 @@ void check_weight(const Weight& weight, int64_t depth, bool floats) {
                           std::to_string(kDepthUnit) + ", at most " + std::to_string(kMaxIntegerDepth));
   if (depth < 0 || depth > weight.depth)
     throw InvalidArgument("the depth is " + std::to_string(depth) + ", but weight has " + std::to_string(weight.depth) + " columns");
-  if (weight.type != ElementType::kUint8) return;
-  if (weight.groups == nullptr) throw InvalidArgument("groups is missing; uint8 weights need it");
+  const bool scaled = weight.group_scale != nullptr;
+  if (weight.group_offset != nullptr && !scaled) throw InvalidArgument("group_scale is missing; group_offset needs it");
+  if (weight.type != ElementType::kUint8 && !scaled) return;
+  if (weight.type == ElementType::kUint8 && weight.groups == nullptr) throw InvalidArgument("groups is missing; uint8 weights need it");
   constexpr int64_t kUnit = 2 * kQuad;
   if (weight.group_size < kUnit || weight.group_size % kUnit != 0 || weight.depth % weight.group_size != 0)
     throw InvalidArgument("groups are of " + std::to_string(weight.group_size) + " columns; that must be a multiple of " +
                           std::to_string(kUnit) + " and divide weight's " + std::to_string(weight.depth));
+  if (scaled && weight.group_size % kDepthUnit != 0 && kDepthUnit % weight.group_size != 0)
+    throw InvalidArgument("groups with scales are of " + std::to_string(weight.group_size) + " columns; that must be a divisor or a multiple of " +
+                          std::to_string(kDepthUnit));
 }
 
 void run_linear(const Linear& op, const Parallel& parallel) {
@@ -83,16 +88,20 @@ void run_embedding(const Embedding& op) {
     const float scale = weight.scale[op.ids[row]];
     float* y = op.y + row * op.depth;
     for (int64_t k = 0; k < op.depth; ++k) {
+      const int64_t group = weight.num_groups() > 0 ? weight.panel_start(panel) + k / weight.group_size * kPanelWidth + lane : 0;
       int8_t value;
       if (weight.type == ElementType::kInt8) {
         value = weight.panel(panel)[k / kQuad * kQuadBytes + lane * kQuad + k % kQuad];
       } else {
-        const uint8_t group = weight.panel_groups(panel)[k / weight.group_size * kPanelWidth + lane];
+        const uint8_t byte = weight.groups[group];
         const uint8_t pair = weight.pairs(panel)[k / (2 * kQuad) * kQuadBytes + lane * kQuad + k % kQuad];
         const int code = k % (2 * kQuad) < kQuad ? pair & 15 : pair >> 4;
-        value = static_cast<int8_t>((code - (group >> 4)) * (group & 15));
+        value = static_cast<int8_t>((code - (byte >> 4)) * (byte & 15));
       }
-      y[k] = static_cast<float>(value) * scale;
+      float product = static_cast<float>(value);
+      if (weight.group_scale != nullptr) product *= weight.group_scale[group];
+      if (weight.group_offset != nullptr) product += weight.group_offset[group];
+      y[k] = product * scale;
     }
   }
 }

@@ -29,7 +29,7 @@ void add_runs(const Lora& op, const std::vector<Run>& runs, const Parallel& para
                         },
                         1};
   for (const Run& run : runs) {
-    const Weight a{op.a + run.adapter * op.rank * op.depth, nullptr, nullptr, op.rank, op.depth, 0, ElementType::kFloat32};
+    const Weight a{op.a + run.adapter * op.rank * op.depth, nullptr, nullptr, nullptr, nullptr, op.rank, op.depth, 0, ElementType::kFloat32};
     const Linear product{op.x + run.first * op.depth, a, nullptr, low + (run.first - begin) * op.rank, run.rows, op.depth};
     run_linear(product, run.rows * op.rank * op.depth <= kSerialProducts ? serial : parallel);
   }

@@ -176,8 +176,8 @@ void mixture_of_experts(int32_t weight_type) {
     for (int64_t i = pick(1, 3); i > 0; --i) router[pick(0, router.count - 1)] = values[pick(0, 2)];
   }
   const int64_t top_k = valid || chance(50) ? pick(1, experts) : pick(-2, 2) * (experts + 1);
-  const QwenrtWeight gate_ups{gate_up.data.get(), nullptr, nullptr, experts * 2 * inner, hidden, 0, weight_type};
-  const QwenrtWeight downs{down.data.get(), nullptr, nullptr, experts * hidden, inner, 0, weight_type};
+  const QwenrtWeight gate_ups{gate_up.data.get(), nullptr, nullptr, nullptr, nullptr, experts * 2 * inner, hidden, 0, weight_type};
+  const QwenrtWeight downs{down.data.get(), nullptr, nullptr, nullptr, nullptr, experts * hidden, inner, 0, weight_type};
   const QwenrtMixtureOfExperts op{x.data.get(), router.data.get(), gate_ups, downs, y.data.get(), tokens,
                                   hidden,       inner,             experts,  top_k, chance(50)};
   char error[200];
@@ -190,10 +190,10 @@ void mixture_of_experts(int32_t weight_type) {
     if (valid && !std::isfinite(y[i])) fail("y is not finite", "");
 }
 
-// A weight of any bytes in panels, 4-bit pairs or int8.
+// A weight of any bytes in panels, 4-bit pairs or int8, its groups (of int8 too) perhaps with scales and offsets of their own.
 struct Panels {
   Buffer<uint8_t> codes, groups;
-  Buffer<float> scale;
+  Buffer<float> scale, group_scale, group_offset;
   QwenrtWeight weight;
 
   Panels(int64_t width, int64_t depth, bool pairs, int64_t group_size)
@@ -202,17 +202,30 @@ struct Panels {
  private:
   static int64_t unit(int64_t group_size) { return std::max(int64_t{64}, group_size); }
   Panels(int64_t width, int64_t filled, bool pairs, int64_t group_size, int)
-      : codes((width + 15) / 16 * filled * 16 / (pairs ? 2 : 1)), groups(pairs ? (width + 15) / 16 * filled / group_size * 16 : 0), scale(width) {
-    fill(scale);
+      : codes((width + 15) / 16 * filled * 16 / (pairs ? 2 : 1)),
+        groups(pairs ? (width + 15) / 16 * filled / group_size * 16 : 0),
+        scale(width),
+        group_scale((width + 15) / 16 * filled / group_size * 16),
+        group_offset(group_scale.count) {
+    fill(scale), fill(group_scale), fill(group_offset);
     for (Buffer<uint8_t>* buffer : {&codes, &groups})
       for (int64_t i = 0; i < buffer->count; ++i) (*buffer)[i] = static_cast<uint8_t>(pick(0, 255));
-    weight = {codes.data.get(), scale.data.get(), groups.data.get(), width, filled, group_size, pairs ? QWENRT_UINT8 : QWENRT_INT8};
+    const bool scaled = chance(50), raised = scaled && chance(50);
+    weight = {codes.data.get(),
+              scale.data.get(),
+              groups.data.get(),
+              scaled ? group_scale.data.get() : nullptr,
+              raised ? group_offset.data.get() : nullptr,
+              width,
+              filled,
+              group_size,
+              pairs ? QWENRT_UINT8 : QWENRT_INT8};
   }
 };
 
 void integer_experts(bool pairs) {
   const int64_t tokens = chance(10) ? pick(1000, 1100) : pick(0, 40), hidden = pick(0, 70), inner = pick(0, 70), experts = pick(1, 9);
-  const int64_t group_size = pairs ? int64_t{8} << pick(0, 4) : 0;
+  const int64_t group_size = int64_t{8} << pick(0, 4);
   const bool valid = hidden % 16 == 0 && inner % 16 == 0;
   Buffer<float> x(tokens * hidden), router(tokens * experts), y(tokens * hidden);
   fill(x), fill(router);
@@ -225,18 +238,16 @@ void integer_experts(bool pairs) {
 
 // Linear and Embedding over the same panels of any bytes.
 void integer_weights(bool pairs) {
-  const int64_t group_size = pairs ? int64_t{8} << pick(0, 4) : 0, unit = std::max(int64_t{64}, group_size);
+  const int64_t group_size = int64_t{8} << pick(0, 4);
   const int64_t rows = pick(0, 70), depth = chance(20) ? pick(1000, 1100) : pick(0, 80), width = pick(0, 70);
-  const int64_t filled = (depth + unit - 1) / unit * unit, panels = (width + 15) / 16;
-  Buffer<float> x(rows * depth), bias(width), scale(width), y(rows * width), rows_of_weight(rows * depth);
-  Buffer<uint8_t> weight(panels * filled * 16 / (pairs ? 2 : 1)), groups(pairs ? panels * filled / group_size * 16 : 0);
+  const Panels panels(width, depth, pairs, group_size);
+  const int64_t filled = panels.weight.depth;
+  Buffer<float> x(rows * depth), bias(width), y(rows * width), rows_of_weight(rows * depth);
   Buffer<int32_t> ids(rows);
-  fill(x), fill(bias), fill(scale);
-  for (Buffer<uint8_t>* buffer : {&weight, &groups})
-    for (int64_t i = 0; i < buffer->count; ++i) (*buffer)[i] = static_cast<uint8_t>(pick(0, 255));
+  fill(x), fill(bias);
   QwenrtLinear op{};
   op.x = x.data.get(), op.bias = chance(50) ? bias.data.get() : nullptr, op.y = y.data.get(), op.rows = rows, op.depth = depth;
-  op.weight = {weight.data.get(), scale.data.get(), groups.data.get(), width, filled, group_size, pairs ? QWENRT_UINT8 : QWENRT_INT8};
+  op.weight = panels.weight;
   QwenrtEmbedding look_up{ids.data.get(), op.weight, rows_of_weight.data.get(), rows, depth};
   for (int64_t i = 0; i < rows; ++i) ids[i] = width == 0 || chance(1) ? hostile() : static_cast<int32_t>(pick(0, width - 1));
   bool valid = true;
@@ -246,6 +257,7 @@ void integer_weights(bool pairs) {
     if (chance(50)) *sizes[pick(0, 1)] = chance(50) ? -pick(1, 1000) : std::numeric_limits<int64_t>::max() - pick(0, 99);
     if (chance(20)) op.weight.scale = nullptr;
     if (chance(20)) op.weight.groups = nullptr;
+    if (chance(20)) op.weight.group_scale = nullptr;
     if (chance(20)) op.depth = filled + pick(1, 100);
     look_up.weight = op.weight, look_up.depth = op.depth;
     // Where nothing was wrong after all, the output has its size.

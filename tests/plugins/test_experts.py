@@ -16,7 +16,10 @@ from qwenrt.plugins.schema import MIXTURE_OF_EXPERTS
 
 from ..tolerance import relative_error
 from .ops import ONNX_TYPES, Array, isas, library, run_node, using_isa
+from .test_group_scales import grouped_weight
 from .test_integer_linear import FORMATS, integer_weight
+
+GROUPED = ["uint8-32", "int8-128-offset"]
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,10 @@ class Layer:
     down_scale: Array | None = None
     gate_up_groups: Array | None = None
     down_groups: Array | None = None
+    gate_up_group_scale: Array | None = None
+    down_group_scale: Array | None = None
+    gate_up_group_offset: Array | None = None
+    down_group_offset: Array | None = None
 
     @property
     def tensors(self) -> dict[str, Array]:
@@ -75,6 +82,23 @@ def integer_layer(
 ) -> Layer:
     """A layer whose matrices are of integers, scaled to about the size of `layer`'s."""
     call = layer(tokens, experts, top_k, hidden, inner, norm=1, seed=seed)
+    if kind in GROUPED:
+        gate_up = grouped_weight(kind, experts * 2 * inner, hidden, seed)
+        down = grouped_weight(kind, experts * hidden, inner, seed + 1)
+        size = 128 if kind.startswith("int8") else 10
+        return replace(
+            call,
+            gate_up=gate_up.weight,
+            down=down.weight,
+            gate_up_scale=gate_up.scale / np.float32(size * hidden**0.5),
+            down_scale=down.scale / np.float32(size * inner**0.5),
+            gate_up_groups=gate_up.groups,
+            down_groups=down.groups,
+            gate_up_group_scale=gate_up.group_scale,
+            down_group_scale=down.group_scale,
+            gate_up_group_offset=gate_up.group_offset,
+            down_group_offset=down.group_offset,
+        )
     gate_up, gate_up_scale, gate_up_groups = integer_weight(kind, experts * 2 * inner, hidden, seed)
     down, down_scale, down_groups = integer_weight(kind, experts * hidden, inner, seed + 1)
     return replace(
@@ -116,7 +140,7 @@ class Weight(ctypes.Structure):
     """QwenrtWeight of plugins/cpu/c_api.h."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("data", "scale", "groups")),
+        *((name, ctypes.c_void_p) for name in ("data", "scale", "groups", "group_scale", "group_offset")),
         *((name, ctypes.c_int64) for name in ("width", "depth", "group_size")),
         ("type", ctypes.c_int32),
     )
@@ -189,7 +213,7 @@ def test_every_instruction_set_and_type(isa: str, dtype: npt.DTypeLike) -> None:
 
 
 @pytest.mark.parametrize("isa", isas())
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("kind", [*FORMATS, *GROUPED])
 @pytest.mark.parametrize(
     ("tokens", "experts", "hidden", "inner"), [(0, 4, 16, 16), (1, 4, 64, 48), (9, 8, 144, 80), (70, 3, 208, 112)]
 )
@@ -205,7 +229,7 @@ def test_integers_on_every_instruction_set(
 
 
 @pytest.mark.parametrize("isa", isas())
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("kind", [*FORMATS, *GROUPED])
 def test_a_row_of_integer_experts_has_the_same_bits_whatever_else_is_computed(isa: str, kind: str) -> None:
     call = integer_layer(kind, tokens=150, experts=6, hidden=80, inner=48, top_k=3)
     with using_isa(isa):

@@ -130,10 +130,7 @@ class Qwen3SparseMoeBlock(nn.Module):
             self.gate(x),
             self.experts.gate_up_proj,
             self.experts.down_proj,
-            None,
-            None,
-            None,
-            None,
+            *[None] * 8,  # the parts of integers
             self.spec.top_k,
             int(self.spec.norm_topk_prob),
         )

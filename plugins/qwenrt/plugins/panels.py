@@ -29,9 +29,9 @@ def num_panels(width: int) -> int:
     return -(-width // PANEL_WIDTH)
 
 
-def pack_int8(codes: npt.NDArray[np.int8]) -> npt.NDArray[np.int8]:
-    """int8 [N, K] to panels [ceil(N / 16), padded_depth(K) / 4, 64]."""
-    quads = _quads(codes, padded_depth(codes.shape[1]))
+def pack_int8(codes: npt.NDArray[np.int8], group_size: int = 1) -> npt.NDArray[np.int8]:
+    """int8 [N, K] to panels [ceil(N / 16), padded_depth(K, group_size) / 4, 64]."""
+    quads = _quads(codes, padded_depth(codes.shape[1], group_size))
     return np.ascontiguousarray(quads.reshape(*quads.shape[:2], PANEL_WIDTH * _QUAD))
 
 
@@ -46,9 +46,14 @@ def pack_groups(
     multiplier: npt.NDArray[np.uint8], zero_point: npt.NDArray[np.uint8], depth: int, group_size: int
 ) -> npt.NDArray[np.uint8]:
     """Multipliers and zero points [N, groups] of 0 to 15 to bytes [ceil(N / 16), padded_depth / group_size, 16]."""
-    width, groups = multiplier.shape
-    filled = np.zeros((num_panels(width) * PANEL_WIDTH, padded_depth(depth, group_size) // group_size), np.uint8)
-    filled[:width, :groups] = multiplier | zero_point << 4
+    return pack_group_values(multiplier | zero_point << 4, depth, group_size)
+
+
+def pack_group_values(values: Array, depth: int, group_size: int) -> Array:
+    """What each group of a row has [N, groups] to [ceil(N / 16), padded_depth / group_size, 16]."""
+    width, groups = values.shape
+    filled = np.zeros((num_panels(width) * PANEL_WIDTH, padded_depth(depth, group_size) // group_size), values.dtype)
+    filled[:width, :groups] = values
     return np.ascontiguousarray(filled.reshape(num_panels(width), PANEL_WIDTH, filled.shape[1]).swapaxes(1, 2))
 
 
@@ -64,10 +69,16 @@ def unpack_int4(
     codes = _matrix(
         np.stack([panels & 15, panels >> 4], axis=2).reshape(len(panels), 2 * panels.shape[1], PANEL_WIDTH * _QUAD)
     )
-    pairs = groups.swapaxes(1, 2).reshape(len(codes), groups.shape[1])
-    pairs = np.repeat(pairs, codes.shape[1] // max(1, groups.shape[1]), axis=1)
+    pairs = unpack_group_values(groups, len(codes), codes.shape[1])
     widened = (codes.astype(np.int8) - (pairs >> 4).astype(np.int8)) * (pairs & 15).astype(np.int8)
     return widened[:width, :depth]
+
+
+def unpack_group_values(values: Array, width: int, padded: int) -> Array:
+    """For each of the columns of a panel [N, padded] what its group has, of what `pack_group_values` returned."""
+    count, groups, _ = values.shape
+    rows: Array = values.swapaxes(1, 2).reshape(count * PANEL_WIDTH, groups)[:width]
+    return np.repeat(rows, padded // max(1, groups), axis=1)
 
 
 def _quads(codes: Array, depth: int) -> Array:

@@ -77,12 +77,17 @@ def linear(
     adapters: Array | None = None,
     lora_a: Array | None = None,
     lora_b: Array | None = None,
+    group_scale: Array | None = None,
+    group_offset: Array | None = None,
 ) -> Array:
     """Linear as `schema.LINEAR` has it: y [M, N] float32.
 
-    Float weights and what adapters add are computed in float64; integer weights to the bit.
+    Float weights, what adapters add, and integer weights with group_scale are computed in float64; others to the bit.
     """
-    y = _plain_linear(x, weight, bias, scale, groups)
+    if group_scale is not None and scale is not None:
+        y = _grouped_linear(x, _grouped(weight, groups, group_scale, group_offset, len(scale), x.shape[1]), bias, scale)
+    else:
+        y = _plain_linear(x, weight, bias, scale, groups)
     if adapters is not None and lora_a is not None and lora_b is not None:
         for row, adapter in enumerate(adapters):
             if adapter >= 0:
@@ -102,10 +107,42 @@ def _plain_linear(x: Array, weight: Array, bias: Array | None, scale: Array | No
     return y if bias is None else y + bias
 
 
-def embedding(ids: Array, weight: Array, scale: Array, groups: Array | None = None, *, depth: int) -> Array:
+def _grouped_linear(x: Array, weight: Array, bias: Array | None, scale: Array) -> Array:
+    values, x_scale = round_rows(x)
+    products = values.astype(np.float64) @ weight.astype(np.float64).T * (x_scale[:, None] * scale)
+    y: Array = products if bias is None else products + bias
+    return y.astype(np.float32)
+
+
+def embedding(
+    ids: Array,
+    weight: Array,
+    scale: Array,
+    groups: Array | None = None,
+    group_scale: Array | None = None,
+    group_offset: Array | None = None,
+    *,
+    depth: int,
+) -> Array:
     """Embedding as `schema.EMBEDDING` has it: y [T, depth] float32."""
-    rows: Array = _unpacked(weight, groups, len(scale), depth)[ids] * scale[ids, None]
+    if group_scale is None:
+        whole = _unpacked(weight, groups, len(scale), depth)
+    else:
+        whole = _grouped(weight, groups, group_scale, group_offset, len(scale), depth)
+    rows: Array = whole[ids] * scale[ids, None]
     return rows
+
+
+def _grouped(
+    weight: Array, groups: Array | None, group_scale: Array, group_offset: Array | None, width: int, depth: int
+) -> Array:
+    """integer * group_scale + group_offset [N, K], float32."""
+    padded = weight.shape[1] * (4 if groups is None else 8)
+    scales = panels.unpack_group_values(group_scale, width, padded)[:, :depth]
+    products: Array = _unpacked(weight, groups, width, depth) * scales
+    if group_offset is not None:
+        products = products + panels.unpack_group_values(group_offset, width, padded)[:, :depth]
+    return products
 
 
 def _unpacked(weight: Array, groups: Array | None, width: int, depth: int) -> Array:
@@ -141,6 +178,10 @@ def mixture_of_experts(
     down_scale: Array | None = None,
     gate_up_groups: Array | None = None,
     down_groups: Array | None = None,
+    gate_up_group_scale: Array | None = None,
+    down_group_scale: Array | None = None,
+    gate_up_group_offset: Array | None = None,
+    down_group_offset: Array | None = None,
     *,
     top_k: int,
     norm_topk_prob: int,
@@ -152,8 +193,10 @@ def mixture_of_experts(
     num_experts, hidden = router_logits.shape[1], x.shape[1]
     if gate_up_scale is not None and down_scale is not None:
         inner = len(gate_up_scale) // (2 * num_experts)
-        gate_up = _unpacked(gate_up, gate_up_groups, len(gate_up_scale), hidden) * gate_up_scale[:, None]
-        down = _unpacked(down, down_groups, len(down_scale), inner) * down_scale[:, None]
+        gate_up_parts = gate_up_scale, gate_up_groups, gate_up_group_scale, gate_up_group_offset
+        gate_up = embedding(np.arange(len(gate_up_scale)), gate_up, *gate_up_parts, depth=hidden)
+        down_parts = down_scale, down_groups, down_group_scale, down_group_offset
+        down = embedding(np.arange(len(down_scale)), down, *down_parts, depth=inner)
     gates = gate_up.astype(np.float64).reshape(num_experts, 2, -1, hidden)
     downs = down.astype(np.float64).reshape(num_experts, hidden, -1)
     rounded = (lambda row: row) if gate_up_scale is None else _as_rounded

@@ -136,6 +136,12 @@ _SCALE = Value(
 _GROUPS = Value(
     "groups", "U", "[panels, groups, 16]", "multiplier | zero point << 4 of each group; with uint8", optional=True
 )
+_GROUP_SCALE = Value(
+    "group_scale", "F", "[panels, groups, 16]", "factor of each group of integers, beside the scale", optional=True
+)
+_GROUP_OFFSET = Value(
+    "group_offset", "F", "[panels, groups, 16]", "what is added to that product; with group_scale", optional=True
+)
 
 
 def _linear_shapes(inputs: Sequence[Shape], attributes: Mapping[str, Any]) -> list[Shape]:
@@ -158,7 +164,9 @@ LINEAR = OpSpec(
     doc=(
         "y = x W^T + b. A float W lies as in a checkpoint; products and sums are float32. An integer W lies in panels "
         "(panels.py): int8, or 4-bit codes that stand for (code - zero point) * multiplier; each row of x is rounded to int8 "
-        "with the scale max|x| / 127, sums are exact, and y = sum * (scale of x * scale of W) + b in float32. A row of x below "
+        "with the scale max|x| / 127, sums are exact, and y = sum * (scale of x * scale of W) + b in float32. With group_scale, "
+        "W = integer * group_scale + group_offset, times the scale of its row: sums are exact within a group, and each group "
+        "adds its sum * group_scale, then (sum of its x) * group_offset, in float32, in order. A row of x below "
         "2^-100 throughout counts as 0; one with a NaN or an infinity gives NaN. With adapters (LoRA), (x A^T) B^T of "
         "the adapter that a row names is added to it, in float32; other rows keep their bits. A row of y does not depend, to the "
         "last bit, on which other rows are computed with it."
@@ -178,6 +186,8 @@ LINEAR = OpSpec(
         Value("adapters", "I", "[M]", "each row's adapter; -1: none", optional=True),
         Value("lora_a", "F", "[adapters, R, K]", "A of each adapter; with adapters", optional=True),
         Value("lora_b", "F", "[adapters, R, N]", "B^T of each, its scale among it; with adapters", optional=True),
+        _GROUP_SCALE,
+        _GROUP_OFFSET,
     ),
     outputs=(Value("y", "F", "[M, N]", "products"),),
     attributes=(),
@@ -209,6 +219,10 @@ MIXTURE_OF_EXPERTS = OpSpec(
         dataclasses.replace(_SCALE, name="down_scale", shape="[num_experts * hidden]"),
         dataclasses.replace(_GROUPS, name="gate_up_groups"),
         dataclasses.replace(_GROUPS, name="down_groups"),
+        dataclasses.replace(_GROUP_SCALE, name="gate_up_group_scale"),
+        dataclasses.replace(_GROUP_SCALE, name="down_group_scale"),
+        dataclasses.replace(_GROUP_OFFSET, name="gate_up_group_offset"),
+        dataclasses.replace(_GROUP_OFFSET, name="down_group_offset"),
     ),
     outputs=(Value("y", "T", "[T, hidden]", "sum over each token's experts"),),
     attributes=(
@@ -223,7 +237,14 @@ EMBEDDING = OpSpec(
     version=1,
     doc="Rows of an integer weight of Linear, in float32: the embedding look-up of a model whose head is the embedding.",
     types={"F": ("float",), "W": ("int8", "uint8"), "U": ("uint8",), "I": ("int32",)},
-    inputs=(Value("ids", "I", "[T]", "rows"), Value("weight", "W", _PANELS, "weight"), _SCALE, _GROUPS),
+    inputs=(
+        Value("ids", "I", "[T]", "rows"),
+        Value("weight", "W", _PANELS, "weight"),
+        _SCALE,
+        _GROUPS,
+        _GROUP_SCALE,
+        _GROUP_OFFSET,
+    ),
     outputs=(Value("y", "F", "[T, depth]", "rows of the weight"),),
     attributes=(Attribute("depth", int, "columns of the weight, without those that fill up its panels"),),
     infer_shapes=lambda inputs, attributes: [(inputs[0][0], attributes["depth"])],

@@ -19,6 +19,10 @@ def _mixture_of_experts(
     down_scale: Tensor | None,
     gate_up_groups: Tensor | None,
     down_groups: Tensor | None,
+    gate_up_group_scale: Tensor | None,
+    down_group_scale: Tensor | None,
+    gate_up_group_offset: Tensor | None,
+    down_group_offset: Tensor | None,
     top_k: int,
     norm_topk_prob: int,
 ) -> Tensor:

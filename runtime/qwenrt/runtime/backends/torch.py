@@ -87,6 +87,7 @@ def _linear(
     adapters: Tensor | None = None,
     lora_a: Tensor | None = None,
     lora_b: Tensor | None = None,
+    *group_parts: Tensor | None,
 ) -> Tensor:
     if scale is not None or groups is not None:
         raise ConfigError("matrices of integers are not computed in PyTorch; use backend onnxruntime")
