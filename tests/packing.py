@@ -46,6 +46,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "sym": False,
         "true_sequential": True,
     },
+    "gptq-v2": {"bits": 4, "checkpoint_format": "gptq_v2", "group_size": 32, "quant_method": "gptq", "sym": False},
     "gptq-int8": {"bits": 8, "desc_act": False, "group_size": -1, "quant_method": "gptq", "sym": True},
     "w8a8": {
         "config_groups": {
@@ -102,7 +103,9 @@ def quantized(kind: str, rows: int, columns: int, seed: int) -> tuple[Tensors, A
         shape = np.array([rows, columns])
         packed_codes = {"weight_packed": packed(matrix.codes, 4), "weight_scale": matrix.scales, "weight_shape": shape}
         return packed_codes, matrix.value()
-    return awq(matrix) if kind == "awq" else gptq(matrix, bits=8 if int8 else 4), matrix.value()
+    if kind == "awq":
+        return awq(matrix), matrix.value()
+    return gptq(matrix, bits=8 if int8 else 4, version=2 if kind == "gptq-v2" else 1), matrix.value()
 
 
 @dataclasses.dataclass(frozen=True)

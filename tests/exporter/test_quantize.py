@@ -120,14 +120,14 @@ def rows_of(low: int, high: int, seed: int = 3) -> tuple[npt.NDArray[np.int16], 
 
 
 def test_rows_of_int8_multiples_are_kept_to_the_bit() -> None:
-    codes, scale = rows_of(-127, 127)
+    codes, scale = rows_of(-128, 127)
     codes[:5] //= 3  # rows whose largest is not 127
     weight = codes * scale[:, None]
     stored = Int8Weight.encode(weight, scale)
     np.testing.assert_array_equal(stored.codes, codes)
     np.testing.assert_array_equal(stored.decode(), weight)
     assert Int8Weight.encode(weight).error(weight) > 0
-    codes[7, 3] = -128
+    codes[7, 3] = -129
     weight = codes * scale[:, None]
     kept = (Int8Weight.encode(weight, scale).decode() == weight).all(axis=1)
     assert list(np.flatnonzero(~kept)) == [7]

@@ -78,12 +78,14 @@ def write_model(
         folder / WEIGHTS_NAME,
         layout,
         checkpoint,
-        Contents(tp.sources(sources), {"rope": rope, **lowered.computed}, lowered.encodings),
+        Contents(tp.sources(sources), {"rope": rope, **lowered.computed}, lowered.encodings, lowered.kept),
         progress=lambda done, total: progress("writing weights", done, total),
     )
     for name, graph in graphs.items():
         onnx.save(graph, folder / name)
         onnx.checker.check_model(folder / name)
+    if lowered.kept:
+        return f"{len(lowered.kept)} matrices of {config.quantization} are kept as they are"
     return f"{len(again)} matrices of {config.quantization} became {manifest.weights} {loss(again)}" if again else None
 
 
@@ -97,7 +99,7 @@ def _lower(
 ) -> Lowered:
     """Change the trace into what the target takes."""
     if manifest.target == "onnxruntime":
-        return onnxruntime.lower(model, manifest.weights, manifest.max_lora_rank)
+        return onnxruntime.lower(model, manifest.weights, manifest.max_lora_rank, checkpoint, parameter_sources(config))
     ranges = None
     if manifest.weights.startswith("fp8"):
         sequences = calibration_tokens(folder / "tokenizer.json")

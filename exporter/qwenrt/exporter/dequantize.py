@@ -14,7 +14,7 @@ import abc
 import dataclasses
 import importlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import ml_dtypes
@@ -23,7 +23,9 @@ import numpy.typing as npt
 
 from qwenrt.plugins import ConfigError
 
+from . import gguf_blocks
 from .gguf_file import BLOCK_TYPES
+from .integers import GROUP_SIZES, IntegerFormat, Integers
 from .json_fields import shown
 from .quantization_config import Quantization
 from .safetensors_file import DTYPES, TensorInfo
@@ -75,6 +77,20 @@ class QuantizedWeight(abc.ABC):
     @abc.abstractmethod
     def decode(self) -> Floats:
         """The matrix in float32. Raises ConfigError if a scale or a code is no finite number."""
+
+    @abc.abstractmethod
+    def integer_format(self) -> IntegerFormat:
+        """What its integers need to be kept as they are. Raises ConfigError where no format holds them."""
+
+    @abc.abstractmethod
+    def integer_rows(self) -> Iterator[Integers]:
+        """All rows from the first to the last, a few at a time, where there is an `integer_format`."""
+
+    def not_kept(self, why: str) -> ConfigError:
+        """For a matrix without an `integer_format`."""
+        return ConfigError(
+            f"{self.file}: {shown(self.module)} {why}, which weights checkpoint cannot keep; use weights int8 or float32"
+        )
 
     @property
     def file(self) -> str:
@@ -139,16 +155,9 @@ class AffineWeight(QuantizedWeight):
 
     def decode(self) -> Floats:
         """See `QuantizedWeight`."""
-        rows, columns = self.shape
-        scales, zeros, groups = self.scales(), self.zero_points(), self.column_groups()
-        if not np.isfinite(scales).all():
-            raise ConfigError(
-                f"{self.file}: a scale of {shown(self.module)} is no finite number; download the checkpoint again"
-            )
-        result = np.empty((rows, columns), np.float32)
-        step = max(1, _CHUNK_ELEMENTS // (columns * self.unit)) * self.unit
-        for first in range(0, rows, step):
-            last = min(first + step, rows)
+        scales, zeros, groups = self._finite_scales(), self.zero_points(), self.column_groups()
+        result = np.empty(self.shape, np.float32)
+        for first, last in self._row_chunks():
             values = result[first:last]
             values[:] = self.codes(first, last)
             if np.isnan(values).any():
@@ -158,6 +167,67 @@ class AffineWeight(QuantizedWeight):
                 values -= zeros[blocks][:, groups]
             values *= scales[blocks][:, groups]
         return result
+
+    def integer_format(self) -> IntegerFormat:
+        """See `QuantizedWeight`."""
+        groups, zeros, size = self.column_groups(), self.zero_points(), 0
+        if groups.any():
+            columns = int(np.count_nonzero(groups == 0))
+            if columns == 0 or (groups != np.arange(len(groups)) // columns).any():
+                raise self.not_kept("has columns in groups of any order (g_idx, act-order)")
+            size = next((size for size in GROUP_SIZES if columns % size == 0), 0)
+            if size == 0:
+                raise self.not_kept(f"has groups of {columns} columns")
+        bits, offset = self.bits, False
+        if bits == 8 and zeros is not None:
+            offset = bool((zeros != self.lowest + 128).any())
+        return IntegerFormat(bits, size or (GROUP_SIZES[0] if offset else 0), offset)
+
+    def integer_rows(self) -> Iterator[Integers]:
+        """See `QuantizedWeight`."""
+        form, scales, zeros = self.integer_format(), self._finite_scales(), self.zero_points()
+        size = int(np.count_nonzero(self.column_groups() == 0))
+        middle = self.lowest + 128
+        offsets = None
+        if form.offset and zeros is not None:
+            offsets = (middle - zeros) * scales
+            if (offsets != (middle - zeros).astype(np.float64) * scales).any():
+                raise self.not_kept("has zero points and scales whose products float32 does not hold")
+        for first, last in self._row_chunks():
+            blocks = np.arange(first, last) // self.rows_per_scale
+            codes = self.codes(first, last)
+            if form.bits == 4:
+                zero = np.zeros_like(scales[blocks]) if zeros is None else zeros[blocks]
+                found = (codes - codes.dtype.type(self.lowest)).astype(np.uint8)
+                yield Integers(found, size, scales[blocks], (zero - self.lowest).astype(np.uint8))
+            else:
+                centred = (codes.astype(np.int16) - np.int16(middle)).astype(np.int8)
+                yield Integers(centred, size, scales[blocks], None, None if offsets is None else offsets[blocks])
+
+    @property
+    def bits(self) -> int:
+        """Of a code."""
+        return self.quantization.bits
+
+    @property
+    def lowest(self) -> int:
+        """The lowest code that there may be."""
+        return 0
+
+    def _finite_scales(self) -> Floats:
+        scales = self.scales()
+        if not np.isfinite(scales).all():
+            raise ConfigError(
+                f"{self.file}: a scale of {shown(self.module)} is no finite number; download the checkpoint again"
+            )
+        return scales
+
+    def _row_chunks(self) -> Iterator[tuple[int, int]]:
+        """First and last row of each chunk to work on."""
+        rows, columns = self.shape
+        step = max(1, _CHUNK_ELEMENTS // (columns * self.unit)) * self.unit
+        for first in range(0, rows, step):
+            yield first, min(first + step, rows)
 
 
 class ScaledWeight(AffineWeight):
@@ -187,6 +257,19 @@ class ScaledWeight(AffineWeight):
     def codes(self, first: int, last: int) -> Array:
         codes: Array = self.parts["weight"].read()[first:last]
         return codes.view(ml_dtypes.float8_e4m3fn) if codes.dtype == np.uint8 else codes
+
+    def integer_format(self) -> IntegerFormat:
+        if self.parts["weight"].info.dtype == "F8_E4M3":
+            raise self.not_kept("is of 8-bit floats")
+        return super().integer_format()
+
+    @property
+    def bits(self) -> int:
+        return 8
+
+    @property
+    def lowest(self) -> int:
+        return -128
 
     def scales(self) -> Floats:
         return self._grid(self.floats(self.scale))
@@ -319,11 +402,11 @@ class CompressedWeight(_PackedWeight):
 
     def codes(self, first: int, last: int) -> Array:
         codes = unpack(self.parts["weight_packed"].read()[first:last], self.quantization.bits)[:, : self.shape[1]]
-        return codes.astype(np.int16) - self._middle
+        return codes.astype(np.int16) + np.int16(self.lowest)
 
     @property
-    def _middle(self) -> np.int16:
-        return np.int16(1 << self.quantization.bits - 1)
+    def lowest(self) -> int:
+        return -(1 << self.quantization.bits - 1)
 
     def scales(self) -> Floats:
         return np.broadcast_to(self.floats("weight_scale"), (self.shape[0], self.num_groups))
@@ -332,7 +415,7 @@ class CompressedWeight(_PackedWeight):
         if "weight_zero_point" not in self.parts:
             return None
         zeros = unpack(self.parts["weight_zero_point"].read().T, self.quantization.bits)[:, : self.shape[0]].T
-        return (zeros.astype(np.int16) - self._middle).astype(np.float32)
+        return zeros.astype(np.float32) + self.lowest
 
 
 class GgufWeight(QuantizedWeight):
@@ -353,8 +436,29 @@ class GgufWeight(QuantizedWeight):
             for first in range(0, rows, step):
                 result[first : first + step] = quants.dequantize(blocks[first : first + step], kind)
         if not np.isfinite(result).all():
-            raise ConfigError(f"{self.file}: {shown(self.module)} holds what is no finite number; download it again")
+            raise self._not_finite()
         return result
+
+    def integer_format(self) -> IntegerFormat:
+        """See `QuantizedWeight`."""
+        kind = self.parts["weight"].info.dtype
+        if kind not in gguf_blocks.FORMATS:
+            raise self.not_kept(f"is of type {kind}")
+        return gguf_blocks.FORMATS[kind]
+
+    def integer_rows(self) -> Iterator[Integers]:
+        """See `QuantizedWeight`."""
+        blocks, (rows, columns) = self.parts["weight"].read(), self.shape
+        step = max(1, _CHUNK_ELEMENTS // columns)
+        for first in range(0, rows, step):
+            with np.errstate(invalid="ignore", over="ignore"):
+                found = gguf_blocks.read_rows(blocks[first : first + step], self.parts["weight"].info.dtype)
+            if not all(np.isfinite(part).all() for part in (found.scale, found.offset) if part is not None):
+                raise self._not_finite()
+            yield found
+
+    def _not_finite(self) -> ConfigError:
+        return ConfigError(f"{self.file}: {shown(self.module)} holds what is no finite number; download it again")
 
 
 def _gguf_quants() -> Any:

@@ -57,8 +57,9 @@ def export(
     target: onnxruntime computes on the CPU; tensorrt also gives a plan for the GPU in this machine, tensorrt-rtx plans for
     `compute_capabilities` (8.9 and 12.0 by default), whatever is in it. task: generate, embed or classify, by default what
     the checkpoint is for (`ModelConfig.from_dir`). dtype: what is computed in: float32 on the CPU, bfloat16 (default) or
-    float16 on a GPU. weights: how matrices are stored: float32 (default), float16 or bfloat16 on the CPU; as dtype (default),
-    fp8, fp8-channel or int4 on a GPU. kv_dtype: the KV cache's type: float32 (default) or float16 on the CPU; as dtype
+    float16 on a GPU. weights: how matrices are stored: float32 (default), float16, bfloat16, int8, int4, int4-g64 or int4-g128 on
+    the CPU, or checkpoint, which keeps the integers of a quantised checkpoint; as dtype (default), fp8, fp8-channel or int4 on a
+    GPU. kv_dtype: the KV cache's type: float32 (default) or float16 on the CPU; as dtype
     (default) or fp8 on a GPU. lora: folder of a PEFT adapter, merged into the matrices in float32. max_lora_rank: let
     requests name adapters of up to that rank at run time; 0: none. tp: ranks that the model's heads and
     matrices are shared out to, processes or GPUs, which backend torch runs. block_size: tokens in a KV block. max_model_len:
@@ -92,6 +93,9 @@ def export(
     limits = _limits(config, max_model_len, max_num_seqs, max_num_batched_tokens)
     checkpoint = source.checkpoint()
     checkpoint.check(config)
+    if weights == "checkpoint" and (config.quantization is None or lora is not None):
+        reason = "the checkpoint is not quantised" if lora is None else "an adapter is merged in floats"
+        raise ConfigError(f"weights checkpoint keeps the integers of a checkpoint, but {reason}; take other weights")
     if lora is not None:
         checkpoint.merge(LoraAdapter.from_dir(lora), config)
     texts = source.texts()

@@ -39,14 +39,14 @@ _TYPES = {
     0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 10: "Q2_K", 11: "Q3_K", 12: "Q4_K",
     13: "Q5_K", 14: "Q6_K", 20: "IQ4_NL", 23: "IQ4_XS", 30: "BF16",
 }  # fmt: skip
-_BLOCKS = {
+BLOCKS = {
     "F32": (1, 4), "F16": (1, 2), "BF16": (1, 2), "Q4_0": (32, 18), "Q4_1": (32, 20), "Q5_0": (32, 22), "Q5_1": (32, 24),
     "Q8_0": (32, 34), "Q2_K": (256, 84), "Q3_K": (256, 110), "Q4_K": (256, 144), "Q5_K": (256, 176), "Q6_K": (256, 210),
     "IQ4_NL": (32, 18), "IQ4_XS": (256, 136),
 }  # fmt: skip
 """Per type the elements of a block, and its bytes."""
 _NUMPY = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
-BLOCK_TYPES = tuple(name for name in _BLOCKS if name not in _NUMPY)
+BLOCK_TYPES = tuple(name for name in BLOCKS if name not in _NUMPY)
 """The types whose elements are packed in blocks."""
 
 
@@ -121,7 +121,7 @@ class _Header:
         base = -(-self.at // alignment) * alignment
         found: dict[str, TensorInfo] = {}
         for name, dtype, shape, offset in entries:
-            block, size = _BLOCKS[dtype]
+            block, size = BLOCKS[dtype]
             start, elements = base + offset, math.prod(shape)
             end = start + elements // block * size
             if name in found or offset % alignment or shape[-1] % block or end > self.size:

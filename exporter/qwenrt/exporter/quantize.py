@@ -46,7 +46,7 @@ class Int8Weight(QuantizedWeight):
     """Symmetric, one scale per output channel: weight = code * scale."""
 
     codes: npt.NDArray[np.int8]
-    """[N, K], from -127 to 127."""
+    """[N, K], from -127 to 127, or -128 where a checkpoint has it."""
     scale: Floats
     """[N]"""
 
@@ -54,14 +54,14 @@ class Int8Weight(QuantizedWeight):
     def encode(cls, weight: Floats, known: Floats | None = None) -> Self:
         """Quantise float32 [N, K]: a row's largest magnitude becomes 127. Raises ConfigError for a NaN or an infinity.
 
-        known: [N], of what a row may be multiples already, or NaN. A row that is, of up to 127, is kept as it is, to the bit.
+        known: [N], of what a row may be multiples already, or NaN. A row that is, of -128 to 127, is kept as it is, to the bit.
         """
         _check_finite(weight)
         scale = np.abs(weight).max(axis=1, initial=0) / np.float32(INT8_MAX)
         if known is not None:
-            scale = np.where(_multiples(weight, known, -INT8_MAX, INT8_MAX), known, scale)
+            scale = np.where(_multiples(weight, known, -INT8_MAX - 1, INT8_MAX), known, scale)
         codes = np.rint(weight / _divisor(scale)[:, None])
-        return cls(np.clip(codes, -INT8_MAX, INT8_MAX).astype(np.int8), scale)
+        return cls(np.clip(codes, -INT8_MAX - 1, INT8_MAX).astype(np.int8), scale)
 
     def decode(self) -> Floats:
         """The matrix [N, K], float32."""

@@ -44,6 +44,17 @@ class Encoding(Protocol):
         """
 
 
+class KeptEncoding(Protocol):
+    """How a quantised matrix of the checkpoint becomes other tensors without being decoded."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The tensors of the file."""
+
+    def blocks(self, checkpoint: Checkpoint) -> Iterator[tuple[Array, ...]]:
+        """The next values of each tensor, from its first to its last, in the type that it is stored in."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Part:
     """A checkpoint tensor, or one of `count` equal parts of it along `axis`."""
@@ -65,12 +76,14 @@ class Contents:
     """Where the values of the file's tensors come from.
 
     sources: for each parameter of the model, the checkpoint tensors or parts that it is made of, one below the other; computed:
-    tensors that are in no checkpoint; encodings: parameters that the file holds encoded.
+    tensors that are in no checkpoint; encodings: parameters that the file holds encoded; kept: those that it holds so as the
+    checkpoint does.
     """
 
     sources: Mapping[str, tuple[Part, ...]]
     computed: Mapping[str, Array]
     encodings: Mapping[str, Encoding]
+    kept: Mapping[str, KeptEncoding]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,7 +140,8 @@ def write_weights(
     Converts in chunks; memory stays below a few hundred MiB beyond the largest tensor of the checkpoint. `progress` is called
     with bytes written and bytes in all. Raises ConfigError if a value does not fit the file's type.
     """
-    encoded = {name for encoding in contents.encodings.values() for name in encoding.names}
+    encodings: dict[str, Encoding | KeptEncoding] = {**contents.encodings, **contents.kept}
+    encoded = {name for encoding in encodings.values() for name in encoding.names}
     with path.open("xb", buffering=0) as file:
         descriptor = file.fileno()
         done = _write(descriptor, 0, layout.header)
@@ -137,10 +151,10 @@ def write_weights(
                 count = _write(descriptor, offset, _converted(chunk, place.dtype, name))
                 offset, done = offset + count, done + count
                 progress(done, layout.size)
-        for name, encoding in contents.encodings.items():
+        for name, encoding in encodings.items():
             offsets = [layout.tensors[part].offset for part in encoding.names]
-            for rows, scales in _row_blocks(name, checkpoint, contents):
-                for index, part in enumerate(encoding.encode(rows, scales)):
+            for parts in _encoded(name, checkpoint, contents):
+                for index, part in enumerate(parts):
                     count = _write(descriptor, offsets[index], np.ascontiguousarray(part))
                     offsets[index], done = offsets[index] + count, done + count
                 progress(done, layout.size)
@@ -160,6 +174,15 @@ def _chunks(name: str, checkpoint: Checkpoint, contents: Contents) -> Iterator[A
             for start in range(0, len(part), rows):
                 yield part[start : start + rows].reshape(-1)
         checkpoint.forget(tensor)
+
+
+def _encoded(name: str, checkpoint: Checkpoint, contents: Contents) -> Iterator[tuple[Array, ...]]:
+    """The values of the tensors that a parameter is encoded in, some rows at a time."""
+    if name in contents.kept:
+        yield from contents.kept[name].blocks(checkpoint)
+        return
+    for rows, scales in _row_blocks(name, checkpoint, contents):
+        yield contents.encodings[name].encode(rows, scales)
 
 
 def _row_blocks(name: str, checkpoint: Checkpoint, contents: Contents) -> Iterator[tuple[Floats, Floats]]:

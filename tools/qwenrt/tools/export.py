@@ -40,9 +40,9 @@ _DEFAULTS = {name: parameter.default for name, parameter in signature(export).pa
 @click.option(
     "--weights",
     type=click.Choice(
-        ["float32", "float16", "bfloat16", "int8", "int4", "int4-g64", "int4-g128", "fp8", "fp8-channel"]
+        ["float32", "float16", "bfloat16", "int8", "int4", "int4-g64", "int4-g128", "checkpoint", "fp8", "fp8-channel"]
     ),
-    help="How matrices are stored.  [default: as --dtype]",
+    help="How matrices are stored; checkpoint: a quantised one's integers, as they are.  [default: as --dtype]",
 )
 @click.option(
     "--kv-dtype",
@@ -98,6 +98,7 @@ def command(model: str, out: Path, force: bool, **options: Any) -> None:
       qwenrt export ./Qwen3-0.6B engines/qwen3-0.6b
       qwenrt export Qwen/Qwen3-0.6B engines/qwen3-0.6b --max-model-len 4096
       qwenrt export ./Qwen3-0.6B-Q8_0.gguf engines/qwen3-0.6b --weights int8
+      qwenrt export ./Qwen3-4B-AWQ engines/qwen3-4b --weights checkpoint
       qwenrt export ./Qwen3-Embedding-0.6B engines/embedding
       qwenrt export ./Qwen3-0.6B engines/small-cache --kv-dtype float16 --force
       qwenrt export ./Qwen3-0.6B engines/tuned --lora ./adapter

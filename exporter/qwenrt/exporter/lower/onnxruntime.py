@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping
 
 import onnx_ir as ir
@@ -10,9 +11,10 @@ from qwenrt.plugins import ConfigError
 from qwenrt.plugins.panels import PANEL_WIDTH
 from qwenrt.plugins.schema import DOMAIN, EMBEDDING, LINEAR, MIXTURE_OF_EXPERTS, SWIGLU, register_onnx_schemas
 
+from ..checkpoint import Checkpoint
 from . import Lowered
 from .adapters import add_adapters
-from .onnxruntime_weights import FORMATS, GROUP_SIZES, Panels
+from .onnxruntime_weights import CHECKPOINT, FORMATS, GROUP_SIZES, Kept, KeptPanels, Panels, kept_formats
 
 DTYPES = ("float32",)
 OPSET = 23
@@ -29,7 +31,13 @@ def kv_dtypes(dtype: str, weights: str) -> tuple[str, ...]:
     return ("float16", "float32") if weights in FORMATS else ("float32", "float16")
 
 
-def lower(model: ir.Model, weights: str, max_lora_rank: int = 0) -> Lowered:
+def lower(
+    model: ir.Model,
+    weights: str,
+    max_lora_rank: int,
+    checkpoint: Checkpoint,
+    sources: Mapping[str, tuple[str, ...]],
+) -> Lowered:
     """Change a float32 trace in place for ONNX Runtime's CPU kernels, with matrices stored as `weights`.
 
     Every Gemm becomes a `Linear` node of ours, which reads the matrix where the file is mapped: ONNX Runtime's own kernel is fast
@@ -37,7 +45,8 @@ def lower(model: ir.Model, weights: str, max_lora_rank: int = 0) -> Lowered:
     a 16-bit embedding are cast to float32; in an integer one they are looked up by an `Embedding` node. Norms, biases, the RoPE
     table and a classifier's head stay float32: they are small. So, beside integers, do routers: what they round would choose
     other experts. What lies between a feed-forward layer's products becomes one `SwiGlu` node. max_lora_rank: of adapters that
-    requests may name; 0: none. Raises ConfigError for integer experts that do not fill whole panels.
+    requests may name; 0: none. checkpoint, sources: what `weights` checkpoint keeps as it is, and which of its tensors each
+    parameter is made of. Raises ConfigError for integer experts that do not fill whole panels, and integers that cannot be kept.
     """
     register_onnx_schemas()
     graph = model.graph
@@ -52,7 +61,11 @@ def lower(model: ir.Model, weights: str, max_lora_rank: int = 0) -> Lowered:
             node.op_type, node.domain, node.version = LINEAR.name, DOMAIN, LINEAR.version
             node.attributes.clear()
     _fuse_swiglu(graph)
-    lowered = _store(graph, matrices, weights)
+    if weights == CHECKPOINT:
+        shapes = {name: _sizes(value) for name, value in matrices.items()}
+        lowered = _keep(graph, matrices, kept_formats(sources, shapes, checkpoint))
+    else:
+        lowered = _store(graph, matrices, weights)
     if max_lora_rank:
         add_adapters(graph, max_lora_rank)
     return lowered
@@ -61,18 +74,53 @@ def lower(model: ir.Model, weights: str, max_lora_rank: int = 0) -> Lowered:
 def _store(graph: ir.Graph, matrices: Mapping[str, ir.Value], weights: str) -> Lowered:
     """Let the matrices be stored as `weights`."""
     if weights in FORMATS:
-        mixtures = [node for node in graph if node.op_type == MIXTURE_OF_EXPERTS.name]
+        mixtures = _mixtures(graph)
         _check_experts(mixtures)
-        routers = {_producer_of(node.inputs[1]).inputs[1] for node in mixtures}
-        panels = {name: value for name, value in matrices.items() if value not in routers}
-        return Lowered(encodings={name: _use_panels(graph, value, weights) for name, value in panels.items()})
-    stored = ir.DataType["FLOAT" if weights == "float32" else weights.upper()]
+        routers = {_router_of(node) for node in mixtures}
+        panels = {
+            name: Panels(name, *_sizes(value), GROUP_SIZES.get(weights))
+            for name, value in matrices.items()
+            if name not in routers
+        }
+        for name, encoding in panels.items():
+            _use_panels(graph, matrices[name], encoding)
+        return Lowered(encodings=panels)
     for value in matrices.values():
-        value.dtype = stored
-        for node, _ in value.uses():
-            if node.op_type == "Gather" and stored != ir.DataType.FLOAT:
-                _cast_output(graph, node, stored)
+        _store_floats(graph, value, ir.DataType["FLOAT" if weights == "float32" else weights.upper()])
     return Lowered()
+
+
+def _keep(graph: ir.Graph, matrices: Mapping[str, ir.Value], formats: dict[str, Kept]) -> Lowered:
+    """Let the matrices be stored as the checkpoint has them; of a layer's experts all alike."""
+    for node in _mixtures(graph):
+        # What a router rounded would choose other experts.
+        if isinstance(formats[router := _router_of(node)], KeptPanels):
+            formats[router] = ir.DataType.FLOAT
+        pair = [value.name for value in node.inputs[2:4] if value is not None and value.name is not None]
+        gate_up, down = (formats[name] for name in pair)
+        if isinstance(gate_up, KeptPanels) and isinstance(down, KeptPanels):
+            _check_experts([node])
+            bits = max(gate_up.form.bits, down.form.bits)
+            for name, kept in zip(pair, (gate_up, down), strict=True):
+                formats[name] = dataclasses.replace(kept, form=dataclasses.replace(kept.form, bits=bits))
+        elif gate_up != down:
+            formats |= dict.fromkeys(pair, ir.DataType.FLOAT)
+    panels = {name: kept for name, kept in formats.items() if isinstance(kept, KeptPanels)}
+    for name, value in matrices.items():
+        kept = formats[name]
+        if isinstance(kept, KeptPanels):
+            _use_panels(graph, value, kept)
+        else:
+            _store_floats(graph, value, kept)
+    return Lowered(kept=panels)
+
+
+def _store_floats(graph: ir.Graph, matrix: ir.Value, stored: ir.DataType) -> None:
+    """Store a matrix as a float type, and let what looks its rows up give float32."""
+    matrix.dtype = stored
+    for node, _ in matrix.uses():
+        if node.op_type == "Gather" and stored != ir.DataType.FLOAT:
+            _cast_output(graph, node, stored)
 
 
 def _fuse_swiglu(graph: ir.Graph) -> None:
@@ -93,37 +141,60 @@ def _fuse_swiglu(graph: ir.Graph) -> None:
         graph.remove([users["Mul"], users["Sigmoid"], split], safe=True)
 
 
-def _use_panels(graph: ir.Graph, matrix: ir.Value, weights: str) -> Panels:
+def _use_panels(graph: ir.Graph, matrix: ir.Value, encoding: Panels | KeptPanels) -> None:
     """Store a matrix in panels, and let its nodes take them."""
-    assert matrix.name is not None and matrix.shape is not None
-    width, depth = matrix.shape.numpy()
-    encoding = Panels(matrix.name, width, depth, GROUP_SIZES.get(weights))
+    assert matrix.name is not None
     parts = encoding.initializers()
     nodes = [node for node, _ in matrix.uses()]
     for node in nodes:
-        if node.op_type == MIXTURE_OF_EXPERTS.name:
-            inputs = _expert_inputs(node, matrix, parts)
-        elif node.op_type == "Gather":
+        if node.op_type == "Gather":
+            indices = node.inputs[1]
             node.op_type, node.domain, node.version = EMBEDDING.name, DOMAIN, EMBEDDING.version
-            inputs = [node.inputs[1], *parts]
             node.attributes.clear()
-            node.attributes.add(ir.AttrInt64("depth", depth))
-        else:
-            bias = node.inputs[2] if len(node.inputs) > 2 else None
-            inputs = [node.inputs[0], parts[0], bias, *parts[1:]]
-        node.resize_inputs(len(inputs))
-        for index, value in enumerate(inputs):
-            node.replace_input_with(index, value)
+            node.attributes.add(ir.AttrInt64("depth", encoding.depth))
+            node.replace_input_with(0, indices)
+            node.replace_input_with(1, matrix)
+        _replace_by_parts(node, matrix, parts)
     del graph.initializers[matrix.name]
     for part in parts:
         graph.initializers.add(part)
-    return encoding
 
 
-def _producer_of(value: ir.Value | None) -> ir.Node:
-    producer = None if value is None else value.producer()
-    assert producer is not None
-    return producer
+_SPECS = {spec.name: spec for spec in (LINEAR, EMBEDDING, MIXTURE_OF_EXPERTS)}
+
+
+def _replace_by_parts(node: ir.Node, matrix: ir.Value, parts: list[ir.Value]) -> None:
+    """Let a node take, in place of a matrix, its parts: those that the op calls what their names add to the matrix's."""
+    assert matrix.name is not None
+    names = [value.name for value in _SPECS[node.op_type].inputs]
+    place = next(index for index, value in enumerate(node.inputs) if value is matrix)
+    prefix = f"{names[place]}_" if node.op_type == MIXTURE_OF_EXPERTS.name else ""
+    places = [place]
+    for part in parts[1:]:
+        assert part.name is not None
+        places.append(names.index(prefix + part.name.removeprefix(f"{matrix.name}_")))
+    node.resize_inputs(max(len(node.inputs), *(index + 1 for index in places)))
+    for index, part in zip(places, parts, strict=True):
+        node.replace_input_with(index, part)
+
+
+def _mixtures(graph: ir.Graph) -> list[ir.Node]:
+    return [node for node in graph if node.op_type == MIXTURE_OF_EXPERTS.name]
+
+
+def _router_of(mixture: ir.Node) -> str:
+    """The name of the matrix whose product is a mixture's logits."""
+    logits = mixture.inputs[1]
+    producer = None if logits is None else logits.producer()
+    weight = None if producer is None else producer.inputs[1]
+    assert weight is not None and isinstance(weight.name, str)
+    return weight.name
+
+
+def _sizes(matrix: ir.Value) -> tuple[int, int]:
+    assert matrix.shape is not None
+    width, depth = matrix.shape.numpy()
+    return width, depth
 
 
 def _check_experts(nodes: Iterable[ir.Node]) -> None:
@@ -134,16 +205,6 @@ def _check_experts(nodes: Iterable[ir.Node]) -> None:
                 f"experts in integers need a hidden_size and a moe_intermediate_size that are multiples of {PANEL_WIDTH}, not "
                 f"{' and '.join(map(str, sizes))}; store them in float32, float16 or bfloat16"
             )
-
-
-def _expert_inputs(node: ir.Node, matrix: ir.Value, parts: list[ir.Value]) -> list[ir.Value | None]:
-    """The inputs of a MixtureOfExperts with one of its matrices replaced by its parts."""
-    names = [value.name for value in MIXTURE_OF_EXPERTS.inputs]
-    inputs = [*node.inputs, *[None] * (len(names) - len(node.inputs))]
-    place = next(index for index, value in enumerate(inputs) if value is matrix)
-    for suffix, part in zip(("", "_scale", "_groups"), parts, strict=False):
-        inputs[names.index(names[place] + suffix)] = part
-    return inputs
 
 
 def _cast_output(graph: ir.Graph, node: ir.Node, stored: ir.DataType) -> None:

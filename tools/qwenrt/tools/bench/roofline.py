@@ -54,7 +54,7 @@ class CostModel:
         gathered = 0 if model.tie_word_embeddings else head
         used = model.num_active_parameters - gathered
         self.weight_bytes = round(used / model.num_parameters * manifest.files["model.safetensors"].size)
-        self.integer = manifest.weights in ("int8", "int4")
+        self.integer = manifest.weights == "checkpoint" or manifest.weights.startswith("int")
         self._kv_bytes = manifest.kv_bytes_per_token
         self._ops_per_token = 2 * (used - head)
         self._ops_per_row = 2 * head
