@@ -22,8 +22,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
-import onnx
-
 from qwenrt.plugins import ConfigError
 from qwenrt.plugins.tensorrt_module import import_tensorrt, plan_file, set_compute_capability
 
@@ -108,6 +106,8 @@ def _parse(trt: Any, network: Any, log: Any, graph: Path, weights: SafetensorsFi
     Returns what must live until the plan is built: copies of weights that begin where another one does, as a tied head's rows of
     rank 0 do, for TensorRT takes equal addresses for equal weights.
     """
+    import onnx
+
     parser = trt.OnnxParser(network, log)
     model = graph.read_bytes()
     seen: set[int] = set()
