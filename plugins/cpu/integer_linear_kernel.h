@@ -2,6 +2,9 @@
 #include "integer_lanes.h"
 #include "lanes.h"
 #include "linear.h"
+#if defined(__AMX_INT8__)
+#include "tiles.h"
+#endif
 
 namespace qwenrt::QWENRT_ISA {
 namespace {
@@ -191,7 +194,6 @@ const int8_t* whole_panel(const Weight& weight, int64_t panel, int8_t* scratch) 
 
 #if defined(__AMX_INT8__)
 
-constexpr int64_t kTile = 16;  // rows of a tile; a row is 64 bytes
 // For fewer rows, tiles do more work than they save.
 constexpr int64_t kFewestTileRows = 8;
 
@@ -207,16 +209,12 @@ void widen_unit(const Weight& weight, int64_t panel, int64_t k, int8_t* quads) {
 }
 
 // Tiles 0 to 3 are sums, 4 and 5 rows of x, 6 and 7 columns of panels, of which one product takes `columns`.
-struct TileConfig {
-  uint8_t palette = 1, start_row = 0, reserved[14] = {};
-  uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-  uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-
-  explicit TileConfig(int64_t columns) {
-    row_bytes[4] = row_bytes[5] = static_cast<uint16_t>(columns);
-    rows[6] = rows[7] = static_cast<uint8_t>(columns / kQuad);
-  }
-};
+TileConfig config_for(int64_t columns) {
+  TileConfig config;
+  config.row_bytes[4] = config.row_bytes[5] = static_cast<uint16_t>(columns);
+  config.rows[6] = config.rows[7] = static_cast<uint8_t>(columns / kQuad);
+  return config;
+}
 
 // Columns of a product of tiles: all of one group, where groups have scales of their own.
 int64_t tile_columns(const Weight& weight) {
@@ -335,9 +333,6 @@ void multiply_two_panels(const Linear& op, const RoundedRows& x, int64_t row, in
   }
 }
 
-// A tile is loaded from what was written just now, which the compiler is not told.
-inline void finish_stores() { __asm__ volatile("" ::: "memory"); }
-
 // One or two tiles of rows pass but once: codes are widened just before their product, so that memory never rests.
 void widening_tiles(const Linear& op, const RoundedRows& x, int64_t first, int64_t last) {
   alignas(64) int8_t ring[2][2][kUnitBytes];
@@ -375,7 +370,7 @@ void cached_tiles(const Linear& op, const RoundedRows& x, int64_t first, int64_t
 }
 
 void tiled_panels(const Linear& op, const RoundedRows& x, int64_t first, int64_t last, int8_t* scratch) {
-  const TileConfig config(tile_columns(op.weight));
+  const TileConfig config = config_for(tile_columns(op.weight));
   _tile_loadconfig(&config);
   if (op.weight.type == ElementType::kUint8 && op.rows <= 2 * kTile && groups_fit_units(op.weight)) {
     widening_tiles(op, x, first, last);

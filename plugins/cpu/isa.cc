@@ -29,7 +29,7 @@ bool has_amx() {
 #if defined(__linux__)
   constexpr long kRequestPermission = 0x1023, kTileData = 18;
   return has_avx512() && __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-int8") &&
-         syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+         __builtin_cpu_supports("amx-bf16") && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 #else
   return false;
 #endif

@@ -114,4 +114,23 @@ struct RoundedRows {
   }
 };
 
+// Tiles of bfloat16 take x in groups of up to 16 rows, in steps of 32 columns, and every number of it in three parts.
+constexpr int64_t kGroupRows = 16;
+constexpr int64_t kTileStep = 32;
+constexpr int64_t kRowParts = 3;
+
+// Rows of x in such parts, two bfloat16s to a word, zeros beyond the rows and columns that there are.
+struct SplitRows {
+  uint32_t* words;  // [groups, steps, part, pairs of a step, columns]
+  int64_t columns;  // rows of a group
+  int64_t steps;
+
+  SplitRows(int64_t rows, int64_t depth)
+      : words(nullptr), columns(rows < kGroupRows ? rows : kGroupRows), steps((depth + kTileStep - 1) / kTileStep) {}
+
+  int64_t groups(int64_t rows) const { return (rows + columns - 1) / columns; }
+  int64_t count(int64_t groups) const { return groups * steps * kRowParts * kTileStep / 2 * columns; }
+  uint32_t* step(int64_t group, int64_t i) const { return words + (group * steps + i) * kRowParts * kTileStep / 2 * columns; }
+};
+
 }  // namespace qwenrt

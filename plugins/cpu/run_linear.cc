@@ -37,6 +37,34 @@ void run_integer_linear(const Linear& op, const Isa& kernels, const Parallel& pa
   });
 }
 
+// Channels of a task: the fewer rows there are, the more memory counts, which is read best in few streams; else x, read from a third-level
+// cache, is used the more often the more there are.
+int64_t tile_channels(const Linear& op, const Parallel& parallel) {
+  constexpr int64_t kFewest = 64, kMost = 256;
+  if (op.rows <= kGroupRows) return kFewest;
+  return std::clamp(op.weight.width / (4 * parallel.threads) / kFewest * kFewest, kFewest, kMost);
+}
+
+void run_tiled_linear(const Linear& op, const Isa& kernels, const Parallel& parallel) {
+  SplitRows x(op.rows, op.depth);
+  const int64_t groups = x.groups(op.rows), width = op.weight.width, channels = tile_channels(op, parallel);
+  x.words = thread_scratch<SplitRows, uint32_t>(x.count(groups));
+  parallel.run(groups, [&](int64_t group) { kernels.split_rows(op, x, group); });
+  run_with_scratch<float>(parallel, (width + channels - 1) / channels, tile_scratch(op.rows, channels), [&](int64_t task, float* scratch) {
+    const int64_t first = task * channels;
+    kernels.tiled_columns(op, x, first, std::min(first + channels, width), scratch);
+  });
+}
+
+// Some hundred rows of x at a time: their parts and sums stay in caches.
+void run_tiled_linear_in_blocks(Linear op, const Isa& kernels, const Parallel& parallel) {
+  constexpr int64_t kMostRows = 512;
+  for (int64_t left = op.rows; left > 0; left -= op.rows, op.x += op.rows * op.depth, op.y += op.rows * op.weight.width) {
+    op.rows = std::min(left, kMostRows);
+    run_tiled_linear(op, kernels, parallel);
+  }
+}
+
 }  // namespace
 
 void check_weight(const Weight& weight, int64_t depth, bool floats) {
@@ -70,6 +98,8 @@ void run_linear(const Linear& op, const Parallel& parallel) {
   const Isa& kernels = isa();
   if (op.weight.is_integer()) return run_integer_linear(op, kernels, parallel);
   const int64_t width = op.weight.width;
+  if (kernels.tiled_columns != nullptr && op.weight.type == ElementType::kBFloat16 && op.depth >= kTileStep)
+    return run_tiled_linear_in_blocks(op, kernels, parallel);
   parallel.run((width + kTaskColumns - 1) / kTaskColumns, [&](int64_t task) {
     const int64_t first = task * kTaskColumns;
     kernels.linear_columns(op, first, std::min(first + kTaskColumns, width));

@@ -30,6 +30,9 @@ TYPES = [np.float32, np.float16, ml_dtypes.bfloat16]
         (5, 1025, 31),
         (67, 40, 3),
         (130, 24, 70),
+        (16, 32, 64),
+        (17, 160, 79),
+        (70, 257, 300),
         (4, 0, 3),
         (3, 5, 0),
     ],
@@ -50,28 +53,75 @@ def test_equals_a_float64_product(
 
 @pytest.mark.parametrize("isa", isas())
 @pytest.mark.parametrize("weight_type", TYPES)
-@pytest.mark.parametrize("depth", [96, 1100, 2053])
+@pytest.mark.parametrize("depth", [31, 32, 96, 1100, 2053])
 def test_a_row_has_the_same_bits_whatever_else_is_computed(isa: str, weight_type: npt.DTypeLike, depth: int) -> None:
     rng = np.random.default_rng(depth)
     x = rng.standard_normal((140, depth), np.float32)
     weight = rng.standard_normal((37, depth), np.float32).astype(weight_type)
     with using_isa(isa):
         want = run_linear(x, weight)
-        for first, last in [(0, 1), (1, 3), (3, 6), (5, 70), (139, 140), (60, 140)]:
+        for first, last in [(0, 1), (1, 3), (3, 6), (9, 25), (5, 70), (139, 140), (60, 140)]:
             np.testing.assert_array_equal(run_linear(x[first:last], weight), want[first:last])
 
 
 @pytest.mark.parametrize("isa", isas())
 @pytest.mark.parametrize("weight_type", [np.float16, ml_dtypes.bfloat16])
-def test_every_value_of_a_short_type_is_read_exactly(isa: str, weight_type: npt.DTypeLike) -> None:
+@pytest.mark.parametrize("depth", [8, 64])
+def test_every_value_of_a_short_type_is_read_exactly(isa: str, weight_type: npt.DTypeLike, depth: int) -> None:
+    """Tiles take bfloat16s below 2^-126 as 0."""
     weight = np.arange(65536, dtype=np.uint16).view(weight_type)
     finite = np.isfinite(weight.astype(np.float32))
     weight = np.where(finite, weight, np.zeros(1, weight_type)).astype(weight_type)
-    x = np.zeros((8, 8), np.float32)
-    np.fill_diagonal(x, 1)
     with using_isa(isa):
-        y = run_linear(x, weight.reshape(-1, 8))
-    np.testing.assert_array_equal(y.T.ravel(), weight.astype(np.float32))
+        y = run_linear(np.eye(depth, dtype=np.float32), weight.reshape(-1, depth))
+    want = weight.astype(np.float32)
+    if isa == "amx" and depth >= 32:
+        want[np.abs(want) < 2.0**-126] = 0
+    np.testing.assert_array_equal(y.T.ravel(), want)
+
+
+@pytest.mark.parametrize("isa", isas())
+@pytest.mark.parametrize("weight_type", TYPES)
+@pytest.mark.parametrize("depth", [1024, 3072])
+def test_rounding_errors_are_those_of_sums_in_float32(isa: str, weight_type: npt.DTypeLike, depth: int) -> None:
+    """A sum's in float32, in as many parts as a register has lanes."""
+    rng = np.random.default_rng(depth)
+    x = rng.standard_normal((32, depth), np.float32)
+    weight = rng.standard_normal((256, depth), np.float32).astype(weight_type)
+    exact = x.astype(np.float64) @ weight.astype(np.float64).T
+    with using_isa(isa):
+        error = run_linear(x, weight) - exact
+    size = np.linalg.norm(x, axis=1)[:, None] * np.linalg.norm(weight.astype(np.float64), axis=1)
+    lanes = {"portable": 4, "avx2": 8}.get(isa, 16)
+    assert np.sqrt(np.mean((error / size) ** 2)) < 2.0**-24 * 0.4 / lanes**0.5
+    assert abs(np.vdot(error, exact) / np.vdot(exact, exact)) < 2.0**-25  # towards 0 or away from it
+
+
+@pytest.mark.parametrize("isa", isas())
+@pytest.mark.parametrize("weight_type", TYPES)
+@pytest.mark.parametrize("rows", [1, 3, 40])
+def test_what_is_not_finite_stays_so_and_spoils_nothing_else(isa: str, weight_type: npt.DTypeLike, rows: int) -> None:
+    rng = np.random.default_rng(rows)
+    weight = rng.standard_normal((70, 100), np.float32).astype(weight_type)
+    x = rng.standard_normal((rows, 100), np.float32)
+    row, column = rows - 1, 67
+    signalling = np.array([0x7F800001, 0xFFFFFFFF], np.uint32).view(np.float32)
+    with using_isa(isa):
+        plain = run_linear(x, weight)
+        for value in (np.nan, np.inf, -np.inf, *signalling):
+            bad = x.copy()
+            bad[row, column] = value
+            y = run_linear(bad, weight)
+            assert not np.isfinite(y[row]).any()
+            np.testing.assert_array_equal(y[:row], plain[:row])
+        x[row, column] = np.finfo(np.float32).max
+        assert np.isfinite(run_linear(x, weight / 16)).all()
+        for value in (np.nan, np.inf, -np.inf):
+            bad = weight.copy()
+            bad[5, column] = value
+            y = run_linear(x / 16, bad)
+            assert not np.isfinite(y[:, 5]).any()
+            assert np.isfinite(np.delete(y, 5, axis=1)).all()
 
 
 @pytest.mark.parametrize("weight_type", TYPES)
