@@ -8,6 +8,7 @@ import random
 import re
 import shutil
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -112,6 +113,24 @@ def test_a_client_that_vanishes_amid_a_stream_frees_its_blocks(served: Served) -
     until(lambda: served.metric("vllm:num_requests_running") == 0)
     assert served.metric("vllm:kv_cache_usage_perc") == 0
     assert served.metric("vllm:generation_tokens_total") < 2000
+
+
+def test_clients_that_come_and_go_at_random_leave_nothing(served: Served) -> None:
+    def come_and_go(seed: int) -> None:
+        chance = random.Random(seed)
+        data = json.dumps(LONG | {"prompt": words(chance, 50), "stream": chance.random() < 0.5}).encode()
+        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        with socket.create_connection(("127.0.0.1", served.port)) as connection:
+            connection.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+            time.sleep(chance.random() * 0.02)
+
+    whole = r'vllm:request_success_total\{finished_reason="length",model_name="demo"\}'
+    before = served.metrics(whole)
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(come_and_go, range(600)))
+    until(lambda: served.metric("vllm:num_requests_running") + served.metric("vllm:num_requests_waiting") == 0)
+    assert served.metric("vllm:kv_cache_usage_perc") == 0
+    assert served.metrics(whole) == before
 
 
 def test_the_metrics_are_the_sum_of_all_replicas(served: Served) -> None:

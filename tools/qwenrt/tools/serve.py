@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,12 @@ import click
 
 from qwenrt.runtime import LoRARequest
 from qwenrt.runtime.cluster.session import ray_session
+from qwenrt.runtime.engine_dir import EngineDir
 
 from .extras import import_with_extra
 from .loading import engine_arguments, load_llm
 from .options import COUNT, engine_options, ray_option
+from .progress import spinner
 from .signals import run_async
 
 
@@ -109,14 +112,22 @@ def command(
             llm = load_llm(engine, arguments)
             _log_warnings()
             server.serve(llm, bound, server_options, started)
-        else:
+            return
+        EngineDir.open(engine)
+        with ExitStack() as waiting:
+            waiting.enter_context(spinner(f"starting replicas of {engine}"))
             with ray_session(ray_address):
                 from qwenrt.runtime.cluster.replicated import serve_replicas
 
                 _log_warnings()
+
+                def all_started() -> None:
+                    waiting.close()
+                    started()
+
                 run_async(
                     serve_replicas(
-                        ray_address, engine, arguments, bound, server_options, replicas, max_replicas, started
+                        ray_address, engine, arguments, bound, server_options, replicas, max_replicas, all_started
                     )
                 )
 
@@ -133,4 +144,4 @@ def _adapters(modules: tuple[str, ...], model: str) -> list[LoRARequest]:
         raise click.UsageError(
             f"--lora-modules must be NAME=PATH, with names that differ from each other and from the model's, {model}"
         )
-    return [LoRARequest(name, path) for name, _, path in pairs]
+    return [LoRARequest(name, os.path.abspath(path)) for name, _, path in pairs]

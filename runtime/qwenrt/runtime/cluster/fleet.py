@@ -33,7 +33,7 @@ _MAX_CONCURRENCY = 100_000
 _MAX_IMBALANCE = 8192
 """Outstanding tokens that a prefix's home may have beyond the least busy replica."""
 _POLL_SECONDS = 0.25
-_METRICS_SECONDS = 5.0
+_METRICS_SECONDS = 10.0
 _ROLL_TIMEOUT = 3600.0
 """Seconds that a replica gets for what it has accepted when another follows it."""
 
@@ -68,6 +68,7 @@ class Fleet:
         self._created = int(time.time())
         self._handle: Any = None
         self._respond: Any = None
+        self._aborting: set[asyncio.Task[Any]] = set()
         self._merged = MergedMetrics()
 
     async def deploy(self, engine: str) -> None:
@@ -90,19 +91,36 @@ class Fleet:
         Raises ApiError if the replica is lost.
         """
         response = self._respond.remote(request, ticket=ticket)
+        ended = False
         try:
             async for part in response:
                 yield part
+            ended = True
         except RayActorError:
+            ended = True
             raise ApiError(
                 503, "the replica that worked on this was lost; send it again", code="replica_lost", retry_after=1
             ) from None
         finally:
-            response.cancel()
+            if not ended:
+                response.cancel()
+                self._abort(request.id)
+
+    def _abort(self, request_id: str) -> None:
+        """Tell the replica that has a request, whichever it is, to end it: Ray now and then loses the cancelling of a stream."""
+        answers = self._handle.broadcast("abort", request_id).results_async(return_exceptions=True)
+        task = asyncio.ensure_future(answers)
+        self._aborting.add(task)
+        task.add_done_callback(self._aborted)
+
+    def _aborted(self, task: asyncio.Task[Any]) -> None:
+        self._aborting.remove(task)
+        if not task.cancelled():
+            task.exception()  # there may be no replica to tell it
 
     async def ready(self, timeout: float) -> bool:
         """Whether a replica says within so many seconds that it takes requests."""
-        request = ForwardedRequest("GET", "/ready", b"", b"", "")
+        request = ForwardedRequest.of("GET", "/ready")
         try:
             async with asyncio.timeout(timeout):
                 with Ticket(None, 0) as ticket:

@@ -95,7 +95,7 @@ class Front:
 
     async def _forward(self, scope: Scope, body: bytes, answer: _Answer) -> None:
         tenant = scope["state"]["tenant"]
-        request = ForwardedRequest(scope["method"], scope["path"], scope["query_string"], body, tenant)
+        request = ForwardedRequest.of(scope["method"], scope["path"], scope["query_string"], body, tenant)
         with await self.keys.ticket(request.path, body) as ticket:
             async with aclosing(self._fleet.respond(request, ticket)) as parts:
                 async for part in parts:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import uuid
+from collections import deque
 from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -30,6 +33,13 @@ class ForwardedRequest:
     query: bytes
     body: bytes
     tenant: str
+    id: str
+    """No other request has it."""
+
+    @classmethod
+    def of(cls, method: str, path: str, query: bytes = b"", body: bytes = b"", tenant: str = "") -> ForwardedRequest:
+        """A request with an id."""
+        return cls(method, path, query, body, tenant, uuid.uuid4().hex)
 
 
 class Replica:
@@ -47,17 +57,35 @@ class Replica:
         service = Service(self._llm, options.model, recommended_sampling(llm.path), options.adapters)
         service.created = created
         self._metrics = service.metrics
+        self._tasks: dict[str, asyncio.Task[Any]] = {}
+        self._aborted: deque[str] = deque(maxlen=256)
         self._app = create_inner_app(service)
         self._id = serve.get_replica_context().replica_id.unique_id
 
     async def respond(self, request: ForwardedRequest, ticket: Ticket) -> AsyncIterator[ResponseStart | bytes]:
         """The start of the response and then its body in pieces; closing or cancelling it is the client leaving."""
+        if request.id in self._aborted:
+            return
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks[request.id] = task
         parts = stream_response(
             self._app, request.method, request.path, request.body, query=request.query, tenant=request.tenant
         )
-        async with aclosing(parts):
-            async for part in parts:
-                yield part
+        try:
+            async with aclosing(parts):
+                async for part in parts:
+                    yield part
+        finally:
+            del self._tasks[request.id]
+
+    async def abort(self, request_id: str) -> None:
+        """End a request if it is here, or when it comes."""
+        task = self._tasks.get(request_id)
+        if task is None:
+            self._aborted.append(request_id)
+        else:
+            task.cancel()
 
     async def metrics(self) -> tuple[str, str]:
         """This replica's name, and its figures in Prometheus' text format."""

@@ -33,6 +33,8 @@ def ray_session(address: str) -> Iterator[None]:
     if address == LOCAL:
         # Ray takes a machine without clusters for one whose only address is 127.0.0.1. It reads this when it is imported.
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+        # Engines are what this machine is for: Ray would let all else on it go first.
+        os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112
         # Replicas of Ray Serve listen on every device, for calls that can run anything: let in those alone that know a secret.
         os.environ["RAY_AUTH_MODE"] = "token"
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)

@@ -61,8 +61,8 @@ async def stream_response(
                 yield data
     finally:
         left.set()
-        # What the application raises it has answered and logged.
-        await asyncio.gather(task, return_exceptions=True)
+        # What the application raises it has answered and logged. Whoever is cancelled here once more does not cancel it.
+        await asyncio.shield(asyncio.gather(task, return_exceptions=True))
 
 
 async def whole_response(app: ASGIApp, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
