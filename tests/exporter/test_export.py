@@ -22,6 +22,7 @@ from qwenrt.exporter import export
 from qwenrt.plugins import ConfigError, QwenrtWarning
 from qwenrt.runtime import EngineDir
 from qwenrt.runtime.text.chat_template import ChatTemplate
+from tests.adapters import write_adapter
 from tests.checkpoints import write_checkpoint
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -71,6 +72,30 @@ def test_the_manifest_tells_what_was_exported(tiny_engine: Path) -> None:
         "generation_config.json",
     }
     EngineDir.open(tiny_engine).verify()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_matrices_are_stored_as_in_the_checkpoint_unless_told_otherwise(dtype: str, tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", dtype=dtype, num_hidden_layers=1)
+    engine = export(checkpoint, tmp_path / "engine")
+    assert (engine.manifest.weights, engine.manifest.dtype, engine.manifest.kv_dtype) == (dtype, "float32", "float32")
+    name = "model.layers.0.mlp.down_proj.weight"
+    stored, source = (load_file(folder / "model.safetensors")[name] for folder in (engine.path, checkpoint))
+    assert stored.dtype == source.dtype and torch.equal(stored, source)
+    assert export(checkpoint, tmp_path / "wide", weights="float32").manifest.weights == "float32"
+
+
+def test_matrices_of_several_types_and_merged_ones_are_stored_in_float32(checkpoint: Path, place: Path) -> None:
+    weights = load_file(checkpoint / "model.safetensors")
+    save_file({name: value.bfloat16() for name, value in weights.items()}, checkpoint / "model.safetensors")
+    adapter = write_adapter(place.parent / "adapter", checkpoint)
+    assert export(checkpoint, place / "merged", lora=adapter).manifest.weights == "float32"
+    name = "model.layers.0.mlp.up_proj.weight"
+    save_file(
+        {key: value if key == name else value.bfloat16() for key, value in weights.items()},
+        checkpoint / "model.safetensors",
+    )
+    assert export(checkpoint, place / "mixed").manifest.weights == "float32"
 
 
 def test_text_files_are_the_checkpoints(tiny_engine: Path, tiny_checkpoint: Path) -> None:
@@ -375,7 +400,7 @@ def test_without_torch_the_missing_package_is_named(tiny_checkpoint: Path, place
 PEAK = """
 import sys
 from qwenrt.exporter import export
-engine = export(sys.argv[1], sys.argv[2])
+engine = export(sys.argv[1], sys.argv[2], weights="float32")
 peak = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) * 1024
 print(peak, engine.manifest.files["model.safetensors"].size)
 """

@@ -79,6 +79,13 @@ class Checkpoint:
         adapter.check(projection_shapes(config))
         self._added = adapter.pairs
 
+    def matrix_type(self, config: ModelConfig) -> str:
+        """The type that holds every matrix as `read` gives it: float16 or bfloat16 if all are stored so, else float32."""
+        if self.quantized or self._added:
+            return "float32"
+        types = {self.tensors[name].dtype for name, shape in expected_shapes(config).items() if len(shape) == 2}
+        return DTYPES[types.pop()] if len(types) == 1 else "float32"
+
     def _stored(self, name: str) -> npt.NDArray[Any]:
         file, stored = self._sources[name]
         return self._files[file].read(stored)

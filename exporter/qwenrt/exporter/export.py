@@ -57,16 +57,16 @@ def export(
     target: onnxruntime computes on the CPU; tensorrt also gives a plan for the GPU in this machine, tensorrt-rtx plans for
     `compute_capabilities` (8.9 and 12.0 by default), whatever is in it. task: generate, embed or classify, by default what
     the checkpoint is for (`ModelConfig.from_dir`). dtype: what is computed in: float32 on the CPU, bfloat16 (default) or
-    float16 on a GPU. weights: how matrices are stored: float32 (default), float16, bfloat16, int8, int4, int4-g64 or int4-g128 on
-    the CPU, or checkpoint, which keeps the integers of a quantised checkpoint; as dtype (default), fp8, fp8-channel or int4 on a
-    GPU. kv_dtype: the KV cache's type: float32 (default) or float16 on the CPU; as dtype
-    (default) or fp8 on a GPU. lora: folder of a PEFT adapter, merged into the matrices in float32. max_lora_rank: let
-    requests name adapters of up to that rank at run time; 0: none. tp: ranks that the model's heads and
-    matrices are shared out to, processes or GPUs, which backend torch runs. block_size: tokens in a KV block. max_model_len:
-    tokens in a sequence, by default all positions of the model; more of them are a warning, for the model was not made for
-    that, and with dynamic RoPE scaling they are how it is used. max_num_seqs and max_num_batched_tokens: sequences and tokens
-    in a step. strip_weights: plans without weights; the runtime takes them from the weight file. overwrite: replace an engine
-    folder that is there. notice: is told what was built.
+    float16 on a GPU. weights: how matrices are stored: float32, float16, bfloat16, int8, int4, int4-g64 or int4-g128 on the
+    CPU, by default in the checkpoint's own float type, of which nothing is lost, or checkpoint, which keeps the integers of a
+    quantised checkpoint; as dtype (default), fp8, fp8-channel or int4 on a GPU. kv_dtype: the KV cache's type: float32
+    (default) or float16 on the CPU; as dtype (default) or fp8 on a GPU. lora: folder of a PEFT adapter, merged into the
+    matrices in float32. max_lora_rank: let requests name adapters of up to that rank at run time; 0: none. tp: ranks that the
+    model's heads and matrices are shared out to, processes or GPUs, which backend torch runs. block_size: tokens in a KV block.
+    max_model_len: tokens in a sequence, by default all positions of the model; more of them are a warning, for the model was
+    not made for that, and with dynamic RoPE scaling they are how it is used. max_num_seqs and max_num_batched_tokens: sequences
+    and tokens in a step. strip_weights: plans without weights; the runtime takes them from the weight file. overwrite: replace
+    an engine folder that is there. notice: is told what was built.
 
     The folder appears when it is complete. Raises ConfigError, before anything is written where that can be known, naming what is
     wrong. Where a plan is all that cannot be built, it is raised after the rest was written: `build_plans` makes one from the
@@ -74,6 +74,7 @@ def export(
     """
     lowering = _load(_LOWERINGS[_choice("target", target, TARGETS)])
     dtype = _choice("dtype", dtype or lowering.DTYPES[0], lowering.DTYPES)
+    by_checkpoint = weights is None and target == "onnxruntime"
     weights = _choice("weights", weights or lowering.weight_formats(dtype)[0], lowering.weight_formats(dtype))
     kv_dtypes = lowering.kv_dtypes(dtype, weights)
     kv_dtype = _choice("kv_dtype", kv_dtype or kv_dtypes[0], kv_dtypes)
@@ -98,6 +99,8 @@ def export(
         raise ConfigError(f"weights checkpoint keeps the integers of a checkpoint, but {reason}; take other weights")
     if lora is not None:
         checkpoint.merge(LoraAdapter.from_dir(lora), config)
+    if by_checkpoint:
+        weights = checkpoint.matrix_type(config)
     texts = source.texts()
     manifest = EngineManifest(
         producer=_producer(),

@@ -42,7 +42,10 @@ _DEFAULTS = {name: parameter.default for name, parameter in signature(export).pa
     type=click.Choice(
         ["float32", "float16", "bfloat16", "int8", "int4", "int4-g64", "int4-g128", "checkpoint", "fp8", "fp8-channel"]
     ),
-    help="How matrices are stored; checkpoint: a quantised one's integers, as they are.  [default: as --dtype]",
+    help=(
+        "How matrices are stored; checkpoint: a quantised one's integers, as they are.  [default: the checkpoint's float type; "
+        "on a GPU --dtype]"
+    ),
 )
 @click.option(
     "--kv-dtype",

@@ -164,7 +164,8 @@ class Program:
 
 
 class TorchBackend:
-    """The ONNX graph of an engine as a list of torch calls; weights are mapped from model.safetensors.
+    """The ONNX graph of an engine as a list of torch calls; weights are mapped from model.safetensors, and copied where the
+    graph computes in a wider type than theirs.
 
     group: of an engine that is split over ranks, makes the group of them, of which this is number `rank`.
     """
@@ -189,7 +190,11 @@ class TorchBackend:
         graph = onnx.load(engine.file(manifest.graph_name(rank)), load_external_data=False).graph
         self._program = Program(graph.node, self._group)
         constants = load_constants(engine, graph.initializer)
-        self._constants = {name: tensor.to(self._device) for name, tensor in constants.items()}
+        widen = manifest.dtype == "float32"
+        self._constants = {
+            name: tensor.to(self._device, torch.float32 if widen and tensor.is_floating_point() else tensor.dtype)
+            for name, tensor in constants.items()
+        }
         shapes = {value.name: _last_sizes(value) for value in graph.input}
         self.lora = LoraStacks(spec, shapes, max_loras) if manifest.max_lora_rank else None
         if self.lora is not None:
