@@ -8,6 +8,7 @@ import torch
 
 from qwenrt.plugins import torch_experts
 from qwenrt.plugins.cuda_api import DATA_TYPES, Args, CudaKernels, ExpertsArgs, ExpertsShape, Shape
+from qwenrt.plugins.schema import MIXTURE_OF_EXPERTS
 
 from .model import Experts, Heads
 
@@ -145,8 +146,9 @@ class ExpertsStep:
     def expected(self, step: int = 0) -> torch.Tensor:
         """y by PyTorch, in float32."""
         x, logits = self.x.float(), self.logits[step].float()
-        matrices = self.gate_up, self.down, None, None, None, None
-        y: torch.Tensor = torch_experts.mixture_of_experts(x, logits, *matrices, self.experts.top_k, 1)
+        tensors = x, logits, self.gate_up, self.down
+        absent = [None] * (len(MIXTURE_OF_EXPERTS.inputs) - len(tensors))  # those of integers
+        y: torch.Tensor = torch_experts.mixture_of_experts(*tensors, *absent, self.experts.top_k, 1)
         return y
 
     def mean_used(self) -> float:

@@ -6,7 +6,7 @@ import ctypes
 from pathlib import Path
 
 from .errors import ConfigError, DeviceError
-from .schema import PAGED_ATTENTION
+from .schema import MIXTURE_OF_EXPERTS, PAGED_ATTENTION
 
 DATA_TYPES = {"float16": 0, "bfloat16": 1, "float8_e4m3fn": 2}
 """qwenrt::cuda::DataType, by the names that NumPy (ml_dtypes) and PyTorch have for them."""
@@ -63,6 +63,7 @@ class ExpertsArgs(ctypes.Structure):
 
 ENTRIES = {Shape: "qwenrt_paged_attention", ExpertsShape: "qwenrt_mixture_of_experts"}
 """The function that runs a whole op, by the type of the op's shapes."""
+_OPS = {Shape: PAGED_ATTENTION.name, ExpertsShape: MIXTURE_OF_EXPERTS.name}
 
 
 class CudaKernels:
@@ -87,8 +88,8 @@ class CudaKernels:
         """Bytes of workspace for this shape."""
         return int(getattr(self.library, f"{ENTRIES[type(shape)]}_workspace_size")(ctypes.byref(shape)))
 
-    def launch(self, args: Args) -> None:
-        """Queue PagedAttention on `args.stream`; raises DeviceError with the cudaError_t if it cannot be."""
-        status = self.library.qwenrt_paged_attention(ctypes.byref(args))
+    def launch(self, args: Args | ExpertsArgs) -> None:
+        """Queue the op on `args.stream`; raises DeviceError with the cudaError_t if it cannot be."""
+        status = getattr(self.library, ENTRIES[type(args.shape)])(ctypes.byref(args))
         if status:
-            raise DeviceError(f"{PAGED_ATTENTION.name} could not be launched: cudaError_t {status}")
+            raise DeviceError(f"{_OPS[type(args.shape)]} could not be launched: cudaError_t {status}")

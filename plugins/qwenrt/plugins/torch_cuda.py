@@ -1,4 +1,4 @@
-"""PagedAttention on CUDA tensors of PyTorch: their addresses, handed to the kernels of plugins/cuda."""
+"""The ops on CUDA tensors of PyTorch: their addresses, handed to the kernels of plugins/cuda."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from .cuda_api import DATA_TYPES, Args, CudaKernels, Shape
+from .cuda_api import DATA_TYPES, Args, CudaKernels, ExpertsArgs, ExpertsShape, Shape
 from .errors import ConfigError
 from .library import cuda_library
 
-QKV_TYPES = (torch.float16, torch.bfloat16)
+HALF_TYPES = (torch.float16, torch.bfloat16)
 _POINTERS = ("qkv", "q_norm", "k_norm", "rope", "positions", "kv_cache", "block_tables", "seq_lens", "query_start")
 _ATTRIBUTES = ("num_heads", "num_kv_heads", "head_dim", "block_size", "sliding_window", "scale", "norm_eps")
 
@@ -58,6 +58,54 @@ def launch(cuda: CudaKernels, inputs: Mapping[str, Tensor], attributes: Mapping[
         )
     )
     return attn
+
+
+def experts_shape(
+    x: Tensor, router_logits: Tensor, gate_up: Tensor, down: Tensor, top_k: int, norm_topk_prob: int
+) -> ExpertsShape | None:
+    """What the kernels are to be told of a MixtureOfExperts; None if its tensors are not all of one 16-bit type."""
+    if x.dtype not in HALF_TYPES or any(tensor.dtype != x.dtype for tensor in (router_logits, gate_up, down)):
+        return None
+    return ExpertsShape(
+        num_tokens=x.shape[0],
+        num_experts=router_logits.shape[1],
+        top_k=top_k,
+        hidden=x.shape[1],
+        inner=down.shape[1],
+        norm_topk_prob=norm_topk_prob,
+        dtype=_data_type(x),
+    )
+
+
+def launch_experts(
+    cuda: CudaKernels,
+    shape: ExpertsShape,
+    x: Tensor,
+    router_logits: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    stream: int,
+) -> Tensor:
+    """Queue MixtureOfExperts, of a shape that is supported, on `stream`; returns y. The tensors are contiguous.
+
+    Raises DeviceError if CUDA does not take the launch.
+    """
+    y = torch.empty_like(x)
+    workspace = torch.empty(cuda.workspace_size(shape), dtype=torch.uint8, device=x.device)
+    cuda.launch(
+        ExpertsArgs(
+            shape=shape,
+            x=x.data_ptr(),
+            router_logits=router_logits.data_ptr(),
+            gate_up=gate_up.data_ptr(),
+            down=down.data_ptr(),
+            y=y.data_ptr(),
+            workspace=workspace.data_ptr(),
+            workspace_size=workspace.numel(),
+            stream=stream,
+        )
+    )
+    return y
 
 
 def _data_type(tensor: Tensor) -> int:

@@ -90,7 +90,7 @@ def _check_types(inputs: dict[str, Tensor]) -> None:
     device, dtype = inputs["qkv"].device, inputs["qkv"].dtype
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"qkv is on {device}; PagedAttention runs on cpu and cuda")
-    types = (torch.float32,) if device.type == "cpu" else torch_cuda.QKV_TYPES
+    types = (torch.float32,) if device.type == "cpu" else torch_cuda.HALF_TYPES
     caches = tuple(_CACHE_TYPES) if device.type == "cpu" else (dtype, torch.float8_e4m3fn)
     expected = {
         **dict.fromkeys(inputs, (dtype,)),

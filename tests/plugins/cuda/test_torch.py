@@ -1,4 +1,4 @@
-"""PagedAttention on CUDA tensors of PyTorch: what reaches the kernels, over the emulator; all of it where there is a GPU."""
+"""The ops on CUDA tensors of PyTorch: what reaches the kernels, over the emulator; all of it where there is a GPU."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gpu_check.cases import BFLOAT16, FLOAT8, FLOAT16, MIXED, Call, make_call
+from gpu_check.experts import TOLERANCE, make_experts_call
 from gpu_check.memory import Array, aligned
 from gpu_check.op_suite import ATTN_TOLERANCE
-from qwenrt.plugins import ConfigError, DeviceError, reference, torch_cuda, torch_op
+from qwenrt.plugins import ConfigError, DeviceError, reference, torch_cuda, torch_experts, torch_op
 from qwenrt.plugins.cuda_api import CudaKernels
-from qwenrt.plugins.schema import PAGED_ATTENTION
+from qwenrt.plugins.schema import MIXTURE_OF_EXPERTS, PAGED_ATTENTION
 
 from .binding import EmulatedCuda
 from .test_paged_attention import DTYPES, cuda  # noqa: F401
 
 TORCH_TYPES = {FLOAT16: torch.float16, BFLOAT16: torch.bfloat16, FLOAT8: torch.float8_e4m3fn}
+NO_INTEGERS = [None] * (len(MIXTURE_OF_EXPERTS.inputs) - 4)
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU for PyTorch here")
 
 
@@ -76,6 +78,53 @@ def test_a_launch_that_cuda_refuses_is_a_device_error(cuda: EmulatedCuda) -> Non
     shifted = torch.empty(inputs["qkv"].numel() + 1, dtype=torch.float16)[1:].view_as(inputs["qkv"])
     with pytest.raises(DeviceError, match="PagedAttention could not be launched: cudaError_t 1"):
         torch_cuda.launch(CudaKernels(cuda.path), {**inputs, "qkv": shifted}, call.attributes, 0)
+
+
+def experts_tensors(call: Call) -> list[torch.Tensor]:
+    return [tensor(aligned(call.tensors[value.name])) for value in MIXTURE_OF_EXPERTS.inputs[:4]]
+
+
+@DTYPES
+def test_experts_of_one_type_go_to_the_kernels(
+    cuda: EmulatedCuda,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: Any,
+) -> None:
+    monkeypatch.setattr(torch_cuda, "kernels", lambda: cuda)
+    call = make_experts_call(20, 6, 2, 40, 24, dtype=dtype)
+    y = torch_experts._by_kernels(*experts_tensors(call), 2, 1, 0)
+    assert y is not None
+    np.testing.assert_array_equal(bytes_of(y), cuda.mixture_of_experts(**call.arguments).view(np.uint8))
+
+
+def test_experts_that_the_kernels_have_not_are_left_to_pytorch(
+    cuda: EmulatedCuda,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch_cuda, "kernels", lambda: cuda)
+    odd = experts_tensors(make_experts_call(3, 4, 2, 12, 8, dtype=FLOAT16))
+    assert torch_experts._by_kernels(*odd, 2, 1, 0) is None
+    x, *rest = experts_tensors(make_experts_call(3, 4, 2, 16, 8, dtype=FLOAT16))
+    assert torch_experts._by_kernels(x.float(), *rest, 2, 1, 0) is None
+
+
+@DTYPES
+def test_pytorch_computes_experts_of_16_bits_in_float32(dtype: Any) -> None:
+    call = make_experts_call(20, 6, 3, 40, 24, dtype=dtype)
+    y = torch_experts.mixture_of_experts(*experts_tensors(call), *NO_INTEGERS, 3, 1)
+    assert y.dtype == TORCH_TYPES[np.dtype(dtype)]
+    bound = float(torch.finfo(y.dtype).eps)  # y alone is rounded
+    np.testing.assert_allclose(y.float(), reference.mixture_of_experts(**call.arguments), rtol=bound, atol=1e-5)
+
+
+@NEEDS_GPU
+@DTYPES
+def test_experts_on_a_gpu(dtype: Any) -> None:
+    call = make_experts_call(70, 16, 4, 264, 136, dtype=dtype)
+    tensors = [one.cuda() for one in experts_tensors(call)]
+    y = torch_experts.mixture_of_experts(*tensors, *NO_INTEGERS, 4, 1)
+    bound = TOLERANCE[np.dtype(dtype)]
+    np.testing.assert_allclose(y.float().cpu(), reference.mixture_of_experts(**call.arguments), rtol=bound, atol=bound)
 
 
 def test_the_op_has_kernels_for_cpu_and_cuda() -> None:

@@ -185,8 +185,17 @@ def test_no_samples_are_no_pass(compare: Compare, engine: Path, tmp_path: Path) 
         assert "so nothing was compared" in found.stderr
 
 
-def test_the_cuda_kernels_over_the_emulator_agree_in_float16(tmp_path: Path) -> None:
-    """The engine's graph with PagedAttention by the real CUDA kernels, in float16 as they have it."""
+@pytest.mark.parametrize(
+    "family",
+    [
+        {},
+        # All experts for every token: a router's logit that is rounded may choose another.
+        {"family": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 40},
+    ],
+    ids=["dense", "experts"],
+)
+def test_the_cuda_kernels_over_the_emulator_agree_in_float16(family: dict[str, Any], tmp_path: Path) -> None:
+    """The engine's graph with our ops by the real CUDA kernels, in float16 as they have it."""
     from qwenrt.exporter import export
     from tests.checkpoints import write_checkpoint
     from tests.plugins.cuda.binding import EmulatedCuda
@@ -204,9 +213,14 @@ def test_the_cuda_kernels_over_the_emulator_agree_in_float16(tmp_path: Path) -> 
         attn, pool = emulated.paged_attention(*half, rope, positions, cache.astype(np.float16), *tables, **attributes)
         return attn.astype(np.float32), pool.astype(np.float32)
 
-    checkpoint = write_checkpoint(tmp_path / "checkpoint", num_hidden_layers=2, head_dim=64)
+    def mixture_of_experts(*tensors: Array, **attributes: Any) -> Array:
+        y: Array = emulated.mixture_of_experts(*(tensor.astype(np.float16) for tensor in tensors), **attributes)
+        return y.astype(np.float32)
+
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", num_hidden_layers=2, head_dim=64, **family)
     folder = export(checkpoint, tmp_path / "engine", block_size=16)
-    cuda = GraphRunner("cuda (emulated)", folder, NumpyExecutor({"PagedAttention": paged_attention}))
+    ops = {"PagedAttention": paged_attention, "MixtureOfExperts": mixture_of_experts}
+    cuda = GraphRunner("cuda (emulated)", folder, NumpyExecutor(ops))
     with load_reference(ReferenceSpec("eager"), folder, checkpoint) as eager:
         feeds = [batch.feed for batch in make_batches(folder, eager.infer)]
     results = Comparator.run([cuda, load_reference(ReferenceSpec("eager"), folder, checkpoint)], as_float16(feeds))
