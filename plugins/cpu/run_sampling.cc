@@ -157,8 +157,7 @@ Candidates select(const float* logits, int64_t vocab, float peak, const Sampling
   float bound = -std::numeric_limits<float>::infinity();
   if (rule.top_k > 0 && rule.top_k <= blocks) {
     // Each of k blocks has a logit no smaller than the k-th largest peak.
-    std::partial_sort_copy(scratch.peaks, scratch.peaks + blocks, scratch.copy, scratch.copy + rule.top_k, std::greater<float>());
-    bound = scratch.copy[rule.top_k - 1];
+    bound = kth_largest(scratch.peaks, blocks, rule.top_k, scratch.copy);
   }
   const auto wanted = [&](float logit) { return logit >= bound && (logit - peak) * rule.inverse_temperature >= rule.log_min_p; };
   for (int64_t b = 0; b < blocks; ++b) {

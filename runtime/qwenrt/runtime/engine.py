@@ -343,9 +343,10 @@ class LLMEngine:
     def _process(self, sampling: list[Chunk], sampled: list[_Sampled]) -> list[Job]:
         changed: dict[Job, None] = {}
         for chunk, new in zip(sampling, sampled, strict=True):
-            if chunk.request not in self._answers:
+            entry = self._answers.get(chunk.request)
+            if entry is None:
                 continue
-            job, answer = self._answers[chunk.request]
+            job, answer = entry
             if isinstance(answer, Pooling):
                 assert isinstance(new, np.ndarray)
                 answer.take(new)

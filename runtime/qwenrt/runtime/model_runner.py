@@ -60,20 +60,22 @@ class ModelRunner:
         rows: list[int] = []
         wanted: list[int] = []
         row = 0
+        slots: list[int] = []
         for chunk in plan.chunks:
-            request, start, count = chunk.request, chunk.start, chunk.count
+            request, start, count, samples, drafts = chunk
             if count == 1:
                 input_ids.append(request.token_ids[start])
             else:
-                input_ids += request.token_ids[start : start + count - len(chunk.drafts)]
-                input_ids += chunk.drafts
+                input_ids += request.token_ids[start : start + count - len(drafts)]
+                input_ids += drafts
                 self._positions[row : row + count] = self._all_positions[start : start + count]
             tables += request.block_ids
             tables += padding[len(request.block_ids) :]
+            slots.append(request.adapter_slot)
             seq_lens.append(start + count)
             row += count
             rows.append(row)
-            if count == 1 and chunk.samples:
+            if count == 1 and samples:
                 wanted.append(row - 1)
             else:
                 wanted += range(row - chunk.num_logits, row)
@@ -86,7 +88,6 @@ class ModelRunner:
         self._input_ids[:row] = input_ids
         self._logits_indices[: len(wanted)] = wanted
         num_logits = len(wanted)
-        slots = [chunk.request.adapter_slot for chunk in plan.chunks]
         adapted = max(slots) >= 0
         if adapted:
             self._lora_indices[:row] = np.repeat(slots, [chunk.count for chunk in plan.chunks])

@@ -64,7 +64,7 @@ class Scheduler:
         rows = MAX_PROMPT_ROWS
         position = 0
         running = self.running
-        spare = self._spare_blocks() if any(request.drafts for request in running) else 0
+        spare: int | None = None
         while position < len(running) and budget > 0:
             request = running[position]
             count = len(request.token_ids) - request.num_computed
@@ -72,14 +72,15 @@ class Scheduler:
                 count = self._next_count(request, budget, rows)
             drafts: tuple[int, ...] = ()
             if request.drafts:
+                spare = self._spare_blocks() if spare is None else spare
                 drafts = self._affordable_drafts(request, budget - (len(running) - position - 1), spare)
             missing = self._missing_blocks(request, count)
-            if missing > self.pool.num_free:
+            if missing > 0:
                 while missing > self.pool.num_free and position < len(running):
                     preempted.append(self._preempt_youngest())
                 if position == len(running):
                     break
-            if drafts:
+            if drafts and spare is not None:
                 extra = self._missing_blocks(request, count + len(drafts)) - missing
                 spare -= extra
                 missing += extra
@@ -100,16 +101,15 @@ class Scheduler:
         got no token must be finished before the next plan.
         """
         sampled = iter(tokens)
-        for chunk in plan.chunks:
-            request = chunk.request
+        for request, _, count, samples, drafts in plan.chunks:
             full_before = request.num_computed // self.block_size
-            request.num_computed += chunk.count - len(chunk.drafts)
-            if chunk.samples:
+            request.num_computed += count - len(drafts)
+            if samples:
                 new = next(sampled)
                 request.token_ids += new
                 if request.drafts:
                     request.drafts = []
-                if chunk.drafts:
+                if drafts:
                     request.num_computed += max(len(new) - 1, 0)
                     self._shrink(request, self._blocks_for(request.num_computed))
             full = request.num_computed // self.block_size

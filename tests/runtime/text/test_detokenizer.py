@@ -23,7 +23,7 @@ BYTES = Tokenizer(byte_backend(), CONFIG)
 
 def pieces(tokenizer: Tokenizer, ids: Sequence[int], skip: bool = True) -> list[str]:
     detokenizer = IncrementalDetokenizer(tokenizer, skip)
-    return [detokenizer.push(i) for i in ids] + [detokenizer.finish()]
+    return [detokenizer.push([i]) for i in ids] + [detokenizer.finish()]
 
 
 HARD = {
@@ -74,7 +74,7 @@ def test_valid_text_is_shown_a_character_at_a_time(data: str, cut: int) -> None:
     detokenizer = IncrementalDetokenizer(BYTES, True)
     shown = ""
     for count, byte in enumerate(data.encode(), 1):
-        shown += detokenizer.push(byte)
+        shown += detokenizer.push([byte])
         assert shown == data.encode()[:count].decode("utf-8", "ignore")
     assert detokenizer.finish() == ""
 

@@ -208,7 +208,7 @@ def test_llama_begins_a_text_that_is_no_rendered_template() -> None:
 def test_llama_text_that_goes_on_keeps_its_first_space() -> None:
     ids = LLAMA.encode("ab 社", add_special_tokens=False)
     text = IncrementalDetokenizer(LLAMA, skip_special_tokens=True)
-    assert "".join([*(text.push(token) for token in ids), text.finish()]) == " ab 社"
+    assert "".join([*(text.push([token]) for token in ids), text.finish()]) == " ab 社"
     assert LLAMA.decode(ids) == "ab 社"
 
 

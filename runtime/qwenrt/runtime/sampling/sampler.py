@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -31,6 +32,12 @@ class SampledToken(NamedTuple):
     logprob: float | None
     top_logprobs: dict[int, float] | None
     """The most likely tokens, most likely first."""
+
+
+@functools.cache
+def _without_logprobs(token_id: int) -> SampledToken:
+    """One object for all times that a token is drawn, since every sequence draws one in every step."""
+    return SampledToken(token_id, None, None)
 
 
 class SequenceSampler:
@@ -126,13 +133,13 @@ class SequenceSampler:
             self.uniform = self._random()
         if self._plain:
             self.processes = self.num_generated < self.params.min_tokens
-            return SampledToken(token_id, None, None)
+            return _without_logprobs(token_id)
         if self._penalties is not None:
             self._penalties.record(token_id)
         if self._constraint is not None:
             self._constraint.accept(token_id)
         if self._logprobs is None:
-            return SampledToken(token_id, None, None)
+            return _without_logprobs(token_id)
         return SampledToken(token_id, self._logprobs.of(token_id), self._logprobs.top)
 
 
