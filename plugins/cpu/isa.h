@@ -15,8 +15,8 @@ struct Isa {
   // y for weight rows [first, last) and all rows of x.
   void (*linear_columns)(const Linear& op, int64_t first, int64_t last);
 
-  // The same on tiles, null where there are none, for depths of kTileStep and more: a group of rows of x in parts; and y for weight rows
-  // [first, last). `scratch`: tile_scratch(op.rows, last - first) floats. In both y's bits are the same whatever the rows, but not the same.
+  // The same on tiles, null where there are none, where fits_tiles: a group of rows of x in parts; and y for weight rows [first, last).
+  // `scratch`: tile_scratch(op.rows, last - first) floats.
   void (*split_rows)(const Linear& op, const SplitRows& x, int64_t group);
   void (*tiled_columns)(const Linear& op, const SplitRows& x, int64_t first, int64_t last, float* scratch);
 
@@ -52,10 +52,15 @@ inline int64_t attention_scratch(const PagedAttention& op, int64_t rows) {
   return rows * (op.head_dim + kTileKeys + 1) + 2 * attention_partial(op, rows) + 2 * kTileKeys * op.head_dim;
 }
 
-// The sums of y, and behind them four steps of the weights in up to three parts.
+// Whether a product is on tiles: never a matter of its rows, whose bits would differ.
+inline bool fits_tiles(const Isa& kernels, ElementType weight, int64_t depth) {
+  return kernels.tiled_columns != nullptr && weight == ElementType::kBFloat16 && depth >= kTileStep;
+}
+
+// The sums of y, and behind them a chunk of the weights.
 inline int64_t tile_sums(int64_t rows, int64_t channels) { return (rows + 15) / 16 * 16 * ((channels + 15) / 16 * 16); }
 inline int64_t tile_scratch(int64_t rows, int64_t channels) {
-  return tile_sums(rows, channels) + (channels + 15) / 16 * 16 * (4 * 3 * kTileStep / 2);
+  return tile_sums(rows, channels) + (channels + 15) / 16 * 16 * kTileChunk / 2;
 }
 
 // The panels in int8.

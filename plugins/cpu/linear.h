@@ -118,6 +118,7 @@ struct RoundedRows {
 constexpr int64_t kGroupRows = 16;
 constexpr int64_t kTileStep = 32;
 constexpr int64_t kRowParts = 3;
+constexpr int64_t kTileChunk = 128;  // columns that are summed up in a tile
 
 // Rows of x in such parts, two bfloat16s to a word, zeros beyond the rows and columns that there are.
 struct SplitRows {

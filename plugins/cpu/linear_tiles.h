@@ -1,5 +1,6 @@
-// Linear with float weights on tiles of bfloat16, about as exact as in float32. A number is the sum of up to three bfloat16s, "parts", of 8
-// bits each, whose products are exact; only products too small to count in float32 are left out. Parts below 2^-126 count as 0.
+// Linear with bfloat16 weights on tiles, about as exact as in float32: x is the sum of three bfloat16s, "parts", whose products with a weight
+// are exact. (float32 and float16 weights would need parts too, and to make them takes longer than memory takes to read the weights of a
+// decoding step.) Parts and weights below 2^-126 count as 0.
 #pragma once
 
 #include "lanes.h"
@@ -9,9 +10,8 @@
 namespace qwenrt::QWENRT_ISA {
 namespace {
 
-constexpr int64_t kTileBytes = 1024;
 // So many steps are summed up by themselves, then added to those before, which keeps rounding errors small.
-constexpr int64_t kChunkSteps = 4;
+constexpr int64_t kChunkSteps = kTileChunk / kTileStep;
 constexpr int kBlockTiles = 4;
 
 // Of 16 floats each, pairs of bfloat16s.
@@ -49,24 +49,23 @@ FourRows transposed(const float* from, int64_t stride) {
   return {{_mm512_shuffle_ps(a, c, 0x44), _mm512_shuffle_ps(a, c, 0xee), _mm512_shuffle_ps(b, d, 0x44), _mm512_shuffle_ps(b, d, 0xee)}};
 }
 
-// Weights of some tiles of 16 channels: a step of a channel is 64 bytes for each part; all strides are in bytes.
+// Weights of some tiles of 16 channels: a step of a channel is 64 bytes. All strides are in bytes.
 struct Channels {
   const char* data;
-  int64_t row_stride, part_stride, step_stride, tile_stride;
+  int64_t row_stride, step_stride, tile_stride;
 };
 
-// Adds the products of the weights in `data` with the parts of x in tiles 4 to 6, smallest first, to tile Sums.
-template <int Sums, int Parts, int Part = 0>
+// Adds the products of a tile of weights with the parts of x in tiles 4 to 6, smallest first, to tile Sums.
+template <int Sums>
 void multiply_step(const char* data, const Channels& w) {
-  load_tile<7>(data + Sums * w.tile_stride + Part * w.part_stride, w.row_stride);
-  if constexpr (Part == Parts - 1) multiply_tiles<Sums, 7, 4>();
-  if constexpr (Part >= Parts - 2) multiply_tiles<Sums, 7, 5>();
+  load_tile<7>(data + Sums * w.tile_stride, w.row_stride);
+  multiply_tiles<Sums, 7, 4>();
+  multiply_tiles<Sums, 7, 5>();
   multiply_tiles<Sums, 7, 6>();
-  if constexpr (Part + 1 < Parts) multiply_step<Sums, Parts, Part + 1>(data, w);
 }
 
 // The products of a chunk to `sums` [tile, channel, row of x], or added to them unless they are the first.
-template <int Tiles, int Parts>
+template <int Tiles>
 void multiply_chunk(const Channels& w, const uint32_t* x, int64_t steps, int64_t columns, bool first, float* sums) {
   const int64_t tile = kTile * columns, stride = columns * 4;
   zero_tile<0>();
@@ -78,10 +77,10 @@ void multiply_chunk(const Channels& w, const uint32_t* x, int64_t steps, int64_t
     load_tile<4>(x, stride);
     load_tile<5>(x + tile, stride);
     load_tile<6>(x + 2 * tile, stride);
-    multiply_step<0, Parts>(data, w);
-    if constexpr (Tiles > 1) multiply_step<1, Parts>(data, w);
-    if constexpr (Tiles > 2) multiply_step<2, Parts>(data, w);
-    if constexpr (Tiles > 3) multiply_step<3, Parts>(data, w);
+    multiply_step<0>(data, w);
+    if constexpr (Tiles > 1) multiply_step<1>(data, w);
+    if constexpr (Tiles > 2) multiply_step<2>(data, w);
+    if constexpr (Tiles > 3) multiply_step<3>(data, w);
   }
   alignas(64) float fresh[Tiles * kTile * kTile];
   float* to = first ? sums : fresh;
@@ -93,46 +92,23 @@ void multiply_chunk(const Channels& w, const uint32_t* x, int64_t steps, int64_t
   for (int64_t i = 0; i < Tiles * tile; i += kLanes) store(sums + i, load(sums + i) + load(fresh + i));
 }
 
-// A step of a channel, `count` weights of it and zeros, as its parts.
-void store_parts(const float* from, int64_t count, char* to) {
-  __m512i parts[3];
-  split(_mm512_maskz_loadu_ps(first_lanes(count), from), _mm512_maskz_loadu_ps(first_lanes(count - 16), from + 16), parts);
-  for (int p = 0; p < 3; ++p) _mm512_store_si512(to + p * kTileBytes, parts[p]);
-}
-void store_parts(const Float16* from, int64_t count, char* to) {
-  const auto part = [&](int64_t i) { return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first_lanes(count - i), from + i)); };
-  const Floats a = part(0), b = part(16);
-  _mm512_store_si512(to, pairs(a - cut(a), b - cut(b)));
-  _mm512_store_si512(to + kTileBytes, pairs(a, b));
-}
-void store_parts(const BFloat16* from, int64_t count, char* to) {
-  const __mmask32 here = static_cast<__mmask32>(first_lanes(count) | static_cast<uint32_t>(first_lanes(count - 16)) << 16);
-  _mm512_store_si512(to, _mm512_maskz_loadu_epi16(here, from));
-}
+__mmask32 first_words(int64_t count) { return count >= 32 ? ~0u : (1u << count) - 1; }
 
-template <class Element>
-constexpr int kWeightParts = sizeof(Element) == 4 ? 3 : 2;
-template <>
-constexpr int kWeightParts<BFloat16> = 1;
-
-// `steps` of `tiles` tiles from `channel` and column k on as [tile, step, part], zeros beyond the matrix.
-template <class Element>
-Channels copy_channels(const Weight& weight, int64_t channel, int64_t tiles, int64_t k, int64_t steps, char* to) {
-  constexpr int64_t kStepBytes = kWeightParts<Element> * kTileBytes;
-  const Element* data = static_cast<const Element*>(weight.data) + channel * weight.depth + k;
-  for (int64_t i = 0; i < tiles * kTile; ++i) {
-    char* row = to + i / kTile * steps * kStepBytes + i % kTile * 64;
-    for (int64_t s = 0; s < steps; ++s, row += kStepBytes) {
-      const bool here = channel + i < weight.width;
-      store_parts(here ? data + i * weight.depth + s * kTileStep : data, here ? weight.depth - k - s * kTileStep : 0, row);
+// `steps` of `tiles` tiles from `channel` and column k on as [tile, step], zeros beyond the matrix.
+Channels copy_channels(const Linear& op, int64_t channel, int64_t tiles, int64_t k, int64_t steps, char* to) {
+  const BFloat16* data = static_cast<const BFloat16*>(op.weight.data) + channel * op.depth + k;
+  for (int64_t i = 0; i < tiles * kTile; ++i)
+    for (int64_t s = 0; s < steps; ++s) {
+      __m512i words = _mm512_setzero_si512();
+      if (channel + i < op.weight.width) words = _mm512_maskz_loadu_epi16(first_words(op.depth - k - s * kTileStep), data + i * op.depth + s * kTileStep);
+      _mm512_store_si512(to + ((i / kTile * steps + s) * kTile + i % kTile) * 64, words);
     }
-  }
-  return {to, 64, kTileBytes, kStepBytes, steps * kStepBytes};
+  return {to, 64, kTile * 64, steps * kTile * 64};
 }
 
-// y of a tile of channels and a group of rows.
-void write_tile(const Linear& op, int64_t channel, int64_t row, int64_t columns, const float* sums) {
-  const __mmask16 here = first_lanes(op.weight.width - channel);
+// y of a tile of channels, those before `last`, and a group of rows.
+void write_tile(const Linear& op, int64_t channel, int64_t last, int64_t row, int64_t columns, const float* sums) {
+  const __mmask16 here = first_lanes(last - channel);
   const Floats bias = op.bias == nullptr ? zero() : _mm512_maskz_loadu_ps(here, op.bias + channel);
   const int64_t rows = op.rows - row < columns ? op.rows - row : columns;
   for (int64_t m = 0; m < rows; m += 4) {
@@ -140,34 +116,6 @@ void write_tile(const Linear& op, int64_t channel, int64_t row, int64_t columns,
     for (int64_t i = 0; i < 4 && m + i < rows; ++i)
       _mm512_mask_storeu_ps(op.y + (row + m + i) * op.weight.width + channel, here, op.bias == nullptr ? four.row[i] : four.row[i] + bias);
   }
-}
-
-template <class Element>
-void multiply_tiled(const Linear& op, const SplitRows& x, int64_t first, int64_t last, float* sums) {
-  const Weight& weight = op.weight;
-  const int64_t tiles = (last - first + kTile - 1) / kTile, groups = x.groups(op.rows), tile_floats = kTile * x.columns;
-  char* copies = reinterpret_cast<char*>(sums + tile_sums(op.rows, last - first));
-  TileConfig config;
-  for (int i = 0; i < 7; ++i) config.row_bytes[i] = static_cast<uint16_t>(x.columns * 4);
-  _tile_loadconfig(&config);
-  for (int64_t step = 0; step < x.steps; step += kChunkSteps) {
-    const int64_t steps = x.steps - step < kChunkSteps ? x.steps - step : kChunkSteps, k = step * kTileStep, stride = weight.depth * 2;
-    const bool direct = kWeightParts<Element> == 1 && first + tiles * kTile <= weight.width && k + steps * kTileStep <= weight.depth;
-    const Channels all = direct ? Channels{static_cast<const char*>(weight.data) + first * stride + k * 2, stride, 0, 64, stride * kTile}
-                                : copy_channels<Element>(weight, first, tiles, k, steps, copies);
-    for (int64_t group = 0; group < groups; ++group) {
-      in_blocks<kBlockTiles>(0, tiles, [&](auto count, int64_t tile) {
-        Channels w = all;
-        w.data += tile * w.tile_stride;
-        multiply_chunk<count.value, kWeightParts<Element>>(w, x.step(group, step), steps, x.columns, step == 0,
-                                                           sums + (group * tiles + tile) * tile_floats);
-      });
-    }
-  }
-  _tile_release();
-  for (int64_t group = 0; group < groups; ++group)
-    for (int64_t tile = 0; tile < tiles; ++tile)
-      write_tile(op, first + tile * kTile, group * x.columns, x.columns, sums + (group * tiles + tile) * tile_floats);
 }
 
 }  // namespace
@@ -181,13 +129,9 @@ void split_rows(const Linear& op, const SplitRows& x, int64_t group) {
   for (int64_t k = 0; k < x.steps * kTileStep; k += kTileStep) {
     for (int64_t m = 0; m < rows; ++m) {
       const float* from = op.x + (first + m) * op.depth + k;
-      Floats a = _mm512_maskz_loadu_ps(first_lanes(op.depth - k), from), b = _mm512_maskz_loadu_ps(first_lanes(op.depth - k - 16), from + 16);
-      if (op.weight.type == ElementType::kBFloat16) {  // whose neighbours are pairs, where they lie
-        const Floats evens = _mm512_permutex2var_ps(a, even, b);
-        b = _mm512_permutex2var_ps(a, odd, b), a = evens;
-      }
+      const Floats a = _mm512_maskz_loadu_ps(first_lanes(op.depth - k), from), b = _mm512_maskz_loadu_ps(first_lanes(op.depth - k - 16), from + 16);
       __m512i parts[kRowParts];
-      split(a, b, parts);
+      split(_mm512_permutex2var_ps(a, even, b), _mm512_permutex2var_ps(a, odd, b), parts);
       for (int p = 0; p < kRowParts; ++p) _mm512_store_si512(by_row[p] + m * kTile, parts[p]);
     }
     for (int p = 0; p < kRowParts; ++p, to += kTile * x.columns) {
@@ -203,18 +147,29 @@ void split_rows(const Linear& op, const SplitRows& x, int64_t group) {
   }
 }
 
-void tiled_columns(const Linear& op, const SplitRows& x, int64_t first, int64_t last, float* scratch) {
-  switch (op.weight.type) {
-    case ElementType::kFloat32:
-      return multiply_tiled<float>(op, x, first, last, scratch);
-    case ElementType::kFloat16:
-      return multiply_tiled<Float16>(op, x, first, last, scratch);
-    case ElementType::kBFloat16:
-      return multiply_tiled<BFloat16>(op, x, first, last, scratch);
-    case ElementType::kInt8:
-    case ElementType::kUint8:
-      return;  // integer_panels
+void tiled_columns(const Linear& op, const SplitRows& x, int64_t first, int64_t last, float* sums) {
+  const int64_t tiles = (last - first + kTile - 1) / kTile, groups = x.groups(op.rows), tile_floats = kTile * x.columns;
+  char* copies = reinterpret_cast<char*>(sums + tile_sums(op.rows, last - first));
+  TileConfig config;
+  for (int i = 0; i < 7; ++i) config.row_bytes[i] = static_cast<uint16_t>(x.columns * 4);
+  _tile_loadconfig(&config);
+  for (int64_t step = 0; step < x.steps; step += kChunkSteps) {
+    const int64_t steps = x.steps - step < kChunkSteps ? x.steps - step : kChunkSteps, k = step * kTileStep, stride = op.depth * 2;
+    const bool whole = first + tiles * kTile <= op.weight.width && k + steps * kTileStep <= op.depth;
+    const Channels all = whole ? Channels{static_cast<const char*>(op.weight.data) + first * stride + k * 2, stride, 64, stride * kTile}
+                               : copy_channels(op, first, tiles, k, steps, copies);
+    for (int64_t group = 0; group < groups; ++group) {
+      in_blocks<kBlockTiles>(0, tiles, [&](auto count, int64_t tile) {
+        Channels w = all;
+        w.data += tile * w.tile_stride;
+        multiply_chunk<count.value>(w, x.step(group, step), steps, x.columns, step == 0, sums + (group * tiles + tile) * tile_floats);
+      });
+    }
   }
+  _tile_release();
+  for (int64_t group = 0; group < groups; ++group)
+    for (int64_t tile = 0; tile < tiles; ++tile)
+      write_tile(op, first + tile * kTile, last, group * x.columns, x.columns, sums + (group * tiles + tile) * tile_floats);
 }
 
 }  // namespace qwenrt::QWENRT_ISA

@@ -3,6 +3,7 @@
 #include <limits>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "isa.h"
@@ -87,6 +88,18 @@ std::vector<Batch> make_batches(const MixtureOfExperts& op, const Routing& routi
   return batches;
 }
 
+// One of the two products of an expert: its weights, and the rows that it takes, as floats and in the form that its kernel needs.
+struct Product {
+  const Weight& weight;
+  int64_t depth;
+  float* x;
+  bool tiled;
+  RoundedRows rounded;
+  uint32_t* words;  // of rows in parts, twice as many as there are rows, for every expert fills up its last group
+
+  int64_t task_columns() const { return tiled ? 2 * kTaskColumns : kTaskColumns; }
+};
+
 // The memory of a batch's rows, and their way through the experts.
 class Experts {
  public:
@@ -94,48 +107,79 @@ class Experts {
       : op_(op), routing_(routing), parallel_(parallel), kernels_(isa()), integers_(op.gate_up.is_integer()) {
     const int64_t x_floats = rows * op.hidden;
     floats_.reset(new float[static_cast<size_t>(x_floats + rows * 3 * op.inner)]);
-    x_ = floats_.get(), gate_up_ = x_ + x_floats, inner_ = gate_up_ + rows * 2 * op.inner;
-    if (!integers_) return;
-    const int64_t most = rows + kRowsUnit;
-    const int64_t x_bytes = rounded_bytes(most, op.gate_up);
-    bytes_.reset(new int8_t[static_cast<size_t>(x_bytes + rounded_bytes(most, op.down))]);
-    rounded_x_ = RoundedRows::in(bytes_.get(), most, op.gate_up.depth, op.gate_up.num_groups());
-    rounded_inner_ = RoundedRows::in(bytes_.get() + x_bytes, most, op.down.depth, op.down.num_groups());
+    float* x = floats_.get();
+    gate_up_ = x + x_floats;
+    up_.x = x, down_.x = gate_up_ + rows * 2 * op.inner;
+    if (integers_) {
+      const int64_t most = rows + kRowsUnit;
+      const int64_t x_bytes = rounded_bytes(most, op.gate_up);
+      bytes_ = lines(x_bytes + rounded_bytes(most, op.down));
+      int8_t* bytes = bytes_[0].bytes;
+      up_.rounded = RoundedRows::in(bytes, most, op.gate_up.depth, op.gate_up.num_groups());
+      down_.rounded = RoundedRows::in(bytes + x_bytes, most, op.down.depth, op.down.num_groups());
+    }
+    for (Product* product : {&up_, &down_}) product->tiled = fits_tiles(kernels_, product->weight.type, product->depth);
+    const auto words = [&](const Product& product) { return product.tiled ? SplitRows(1, product.depth).count(2 * rows) : 0; };
+    if (!up_.tiled && !down_.tiled) return;
+    bytes_ = lines((words(up_) + words(down_)) * static_cast<int64_t>(sizeof(uint32_t)));
+    up_.words = reinterpret_cast<uint32_t*>(bytes_.get());
+    down_.words = up_.words + words(up_);
   }
 
   void run(const Batch& batch) {
     gather(batch);
+    if (up_.tiled) split(batch, up_);
     up(batch);
     if (integers_) round_inner(batch);
+    if (down_.tiled) split(batch, down_);
     down(batch);
   }
 
  private:
+  static std::unique_ptr<CacheLine[]> lines(int64_t bytes) {
+    return std::unique_ptr<CacheLine[]>(new CacheLine[(static_cast<size_t>(bytes) + sizeof(CacheLine) - 1) / sizeof(CacheLine)]);
+  }
+
   // A multiple of 64, as integer weights' depth is.
   static int64_t rounded_bytes(int64_t rows, const Weight& weight) {
     return (RoundedRows::bytes(rows, weight.depth, weight.num_groups()) + 63) / 64 * 64;
   }
 
-  // The product of an expert's rows with its part of `weight`; `base` is where the batch begins.
-  Linear product(int64_t base, int64_t expert, const float* x, const Weight& weight, float* y, int64_t depth) const {
-    const int64_t row = row_of(base, expert), width = weight.width / op_.num_experts;
-    return {x + row * depth, weight.part(expert * width, width), nullptr, y + row * width, routing_.rows(expert), depth};
+  // The product of an expert's rows with its part of the weights; `base` is where the batch begins.
+  Linear linear(int64_t base, int64_t expert, const Product& product, float* y) const {
+    const int64_t row = row_of(base, expert), width = product.weight.width / op_.num_experts;
+    return {product.x + row * product.depth, product.weight.part(expert * width, width), nullptr, y + row * width, routing_.rows(expert),
+            product.depth};
+  }
+
+  // An expert's rows in parts.
+  SplitRows parts(int64_t base, int64_t expert, const Product& product) const {
+    SplitRows x(routing_.rows(expert), product.depth);
+    x.words = product.words + SplitRows(1, product.depth).count(2 * row_of(base, expert));
+    return x;
   }
 
   int64_t row_of(int64_t base, int64_t expert) const { return routing_.start[static_cast<size_t>(expert)] - base; }
 
-  // y of columns [first, last) of a product; `x` are its rows rounded, for integers, of which first is the start of a panel.
-  void multiply(const Linear& product, const RoundedRows& x, int64_t first, int64_t last, int8_t* scratch) const {
+  // y of columns [first, last), of which with integers first is the start of a panel.
+  void multiply(int64_t base, int64_t expert, const Product& product, const Linear& op, int64_t first, int64_t last, int8_t* scratch) const {
     if (integers_) {
-      kernels_.integer_panels(product, x, first / kPanelWidth, (last + kPanelWidth - 1) / kPanelWidth, scratch);
+      kernels_.integer_panels(op, product.rounded.from(row_of(base, expert)), first / kPanelWidth, (last + kPanelWidth - 1) / kPanelWidth, scratch);
+    } else if (product.tiled) {
+      kernels_.tiled_columns(op, parts(base, expert, product), first, last, reinterpret_cast<float*>(scratch));
     } else {
-      kernels_.linear_columns(product, first, last);
+      kernels_.linear_columns(op, first, last);
     }
   }
 
-  int64_t scratch_bytes(const Weight& weight) const {
-    const Linear product{nullptr, weight, nullptr, nullptr, 0, 0};
-    return integers_ ? integer_scratch(product, kTaskColumns / kPanelWidth) : 0;
+  int64_t scratch_bytes(const Batch& batch, const Product& product) const {
+    if (product.tiled) {
+      int64_t most = 0;
+      for (const int64_t expert : batch.experts) most = std::max(most, routing_.rows(expert));
+      return tile_scratch(most, product.task_columns()) * static_cast<int64_t>(sizeof(float));
+    }
+    const Linear op{nullptr, product.weight, nullptr, nullptr, 0, 0};
+    return integers_ ? integer_scratch(op, kTaskColumns / kPanelWidth) : 0;
   }
 
   template <class Work>
@@ -149,47 +193,57 @@ class Experts {
     for_rows(batch.rows, [&](int64_t row) {
       const float* x = op_.x + routing_.token[static_cast<size_t>(batch.base + row)] * op_.hidden;
       if (integers_) {
-        kernels_.round_row(x, op_.hidden, rounded_x_, row);
+        kernels_.round_row(x, op_.hidden, up_.rounded, row);
       } else {
-        std::copy_n(x, op_.hidden, x_ + row * op_.hidden);
+        std::copy_n(x, op_.hidden, up_.x + row * op_.hidden);
       }
     });
   }
 
+  void split(const Batch& batch, const Product& product) {
+    std::vector<std::pair<int64_t, int64_t>> groups;  // expert, group
+    for (const int64_t expert : batch.experts)
+      for (int64_t group = 0; group * kGroupRows < routing_.rows(expert); ++group) groups.emplace_back(expert, group);
+    parallel_.run(static_cast<int64_t>(groups.size()), [&](int64_t task) {
+      const auto [expert, group] = groups[static_cast<size_t>(task)];
+      kernels_.split_rows(linear(batch.base, expert, product, nullptr), parts(batch.base, expert, product), group);
+    });
+  }
+
   void up(const Batch& batch) {
-    const int64_t parts = (op_.inner + kTaskColumns - 1) / kTaskColumns, tasks = static_cast<int64_t>(batch.experts.size()) * parts;
-    run_with_scratch<int8_t>(parallel_, tasks, scratch_bytes(op_.gate_up), [&](int64_t task, int8_t* scratch) {
+    const int64_t columns = up_.task_columns(), parts = (op_.inner + columns - 1) / columns;
+    const int64_t tasks = static_cast<int64_t>(batch.experts.size()) * parts;
+    run_with_scratch<int8_t>(parallel_, tasks, scratch_bytes(batch, up_), [&](int64_t task, int8_t* scratch) {
       const int64_t expert = batch.experts[static_cast<size_t>(task / parts)], row = row_of(batch.base, expert);
-      const int64_t first = task % parts * kTaskColumns, last = std::min(first + kTaskColumns, op_.inner);
-      const Linear product = this->product(batch.base, expert, x_, op_.gate_up, gate_up_, op_.hidden);
-      const RoundedRows x = rounded_x_.from(row);
-      multiply(product, x, first, last, scratch);
-      multiply(product, x, op_.inner + first, op_.inner + last, scratch);
-      for (int64_t i = 0; i < product.rows; ++i) {
-        const float* gate = product.y + i * product.weight.width + first;
-        kernels_.swiglu(gate, gate + op_.inner, inner_ + (row + i) * op_.inner + first, last - first);
+      const int64_t first = task % parts * columns, last = std::min(first + columns, op_.inner);
+      const Linear op = linear(batch.base, expert, up_, gate_up_);
+      multiply(batch.base, expert, up_, op, first, last, scratch);
+      multiply(batch.base, expert, up_, op, op_.inner + first, op_.inner + last, scratch);
+      for (int64_t i = 0; i < op.rows; ++i) {
+        const float* gate = op.y + i * op.weight.width + first;
+        kernels_.swiglu(gate, gate + op_.inner, down_.x + (row + i) * op_.inner + first, last - first);
       }
     });
   }
 
   void round_inner(const Batch& batch) {
-    for_rows(batch.rows, [&](int64_t row) { kernels_.round_row(inner_ + row * op_.inner, op_.inner, rounded_inner_, row); });
+    for_rows(batch.rows, [&](int64_t row) { kernels_.round_row(down_.x + row * op_.inner, op_.inner, down_.rounded, row); });
   }
 
   // A task adds the columns of all experts, one after the other, so that each token's sum is in the order of its experts. The products
   // go where x was.
   void down(const Batch& batch) {
-    const int64_t tasks = (op_.hidden + kTaskColumns - 1) / kTaskColumns;
-    run_with_scratch<int8_t>(parallel_, tasks, scratch_bytes(op_.down), [&](int64_t task, int8_t* scratch) {
-      const int64_t first = task * kTaskColumns, last = std::min(first + kTaskColumns, op_.hidden);
+    const int64_t columns = down_.task_columns(), tasks = (op_.hidden + columns - 1) / columns;
+    run_with_scratch<int8_t>(parallel_, tasks, scratch_bytes(batch, down_), [&](int64_t task, int8_t* scratch) {
+      const int64_t first = task * columns, last = std::min(first + columns, op_.hidden);
       for (const int64_t expert : batch.experts) {
-        const Linear product = this->product(batch.base, expert, inner_, op_.down, x_, op_.inner);
-        multiply(product, rounded_inner_.from(row_of(batch.base, expert)), first, last, scratch);
+        const Linear op = linear(batch.base, expert, down_, up_.x);
+        multiply(batch.base, expert, down_, op, first, last, scratch);
         const int64_t start = routing_.start[static_cast<size_t>(expert)];
-        for (int64_t row = 0; row < product.rows; ++row) {
+        for (int64_t row = 0; row < op.rows; ++row) {
           const float score = routing_.score[static_cast<size_t>(start + row)];
           float* y = op_.y + routing_.token[static_cast<size_t>(start + row)] * op_.hidden;
-          for (int64_t i = first; i < last; ++i) y[i] += score * product.y[row * op_.hidden + i];
+          for (int64_t i = first; i < last; ++i) y[i] += score * op.y[row * op_.hidden + i];
         }
       }
     });
@@ -201,9 +255,10 @@ class Experts {
   const Isa& kernels_;
   const bool integers_;
   std::unique_ptr<float[]> floats_;
-  std::unique_ptr<int8_t[]> bytes_;
-  float *x_, *gate_up_, *inner_;
-  RoundedRows rounded_x_{}, rounded_inner_{};
+  std::unique_ptr<CacheLine[]> bytes_;
+  float* gate_up_;
+  Product up_{op_.gate_up, op_.hidden, nullptr, false, {}, nullptr};
+  Product down_{op_.down, op_.inner, nullptr, false, {}, nullptr};
 };
 
 void check(const MixtureOfExperts& op) {

@@ -98,8 +98,7 @@ void run_linear(const Linear& op, const Parallel& parallel) {
   const Isa& kernels = isa();
   if (op.weight.is_integer()) return run_integer_linear(op, kernels, parallel);
   const int64_t width = op.weight.width;
-  if (kernels.tiled_columns != nullptr && op.weight.type == ElementType::kBFloat16 && op.depth >= kTileStep)
-    return run_tiled_linear_in_blocks(op, kernels, parallel);
+  if (fits_tiles(kernels, op.weight.type, op.depth)) return run_tiled_linear_in_blocks(op, kernels, parallel);
   parallel.run((width + kTaskColumns - 1) / kTaskColumns, [&](int64_t task) {
     const int64_t first = task * kTaskColumns;
     kernels.linear_columns(op, first, std::min(first + kTaskColumns, width));

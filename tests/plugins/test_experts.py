@@ -331,8 +331,10 @@ def test_all_tokens_may_go_to_one_expert() -> None:
 
 
 @pytest.mark.parametrize("isa", isas())
-def test_a_row_has_the_same_bits_whatever_else_is_computed(isa: str) -> None:
-    call = layer(tokens=400, experts=6, top_k=3, hidden=72, inner=40)
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("inner", [20, 40])
+def test_a_row_has_the_same_bits_whatever_else_is_computed(isa: str, dtype: npt.DTypeLike, inner: int) -> None:
+    call = layer(tokens=400, experts=6, top_k=3, hidden=72, inner=inner, dtype=dtype)
     with using_isa(isa):
         whole = by_onnxruntime(call)
         for rows in ([0], [399, 5], list(range(100, 333)), list(range(399, -1, -1))):
