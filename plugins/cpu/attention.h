@@ -21,7 +21,7 @@ struct PagedAttention {
   const float* k_norm;          // [head_dim], or null: no norm
   const float* rope;            // [max_positions, head_dim]: cos, then sin
   const int32_t* positions;     // [num_tokens]
-  const void* kv_cache;         // [num_blocks, 2, num_kv_heads, block_size, head_dim]
+  const void* kv_cache;         // [num_blocks, 2, num_kv_heads, block_size, row_elements()]
   const int32_t* block_tables;  // [num_seqs, max_blocks]
   const int32_t* seq_lens;      // [num_seqs]
   const int32_t* query_start;   // [num_seqs + 1]
@@ -43,12 +43,15 @@ struct PagedAttention {
 
   int64_t group() const { return num_heads / num_kv_heads; }
   int64_t num_rows() const { return query_start[num_seqs]; }  // without padding
-  int64_t pool_elements() const { return num_blocks * 2 * num_kv_heads * block_size * head_dim; }
+  // Of a token's K or V for one head: integers are followed by the float that they are multiples of.
+  int64_t row_elements() const { return kv_type == ElementType::kInt8 ? head_dim + int64_t{sizeof(float)} : head_dim; }
+  int64_t v_offset() const { return num_kv_heads * block_size * row_elements(); }
+  int64_t pool_elements() const { return num_blocks * 2 * v_offset(); }
 
-  // Where in the pool a sequence keeps the K of a position; its V lies num_kv_heads * block_size * head_dim further.
+  // Where in the pool a sequence keeps the K of a position; its V lies v_offset() further.
   int64_t slot(int64_t seq, int64_t kv_head, int64_t position) const {
     const int64_t block = block_tables[seq * max_blocks + position / block_size];
-    return ((block * 2 * num_kv_heads + kv_head) * block_size + position % block_size) * head_dim;
+    return ((block * 2 * num_kv_heads + kv_head) * block_size + position % block_size) * row_elements();
   }
 
   int64_t first_key(int64_t position) const {

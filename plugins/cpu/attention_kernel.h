@@ -5,8 +5,12 @@
 #include "attention.h"
 #include "isa.h"
 #include "lanes.h"
+#include "linear.h"
 
 namespace qwenrt::QWENRT_ISA {
+
+void round_row(const float* x, int64_t depth, const RoundedRows& rows, int64_t row);
+
 namespace {
 
 constexpr int64_t kMicroKeys = 4;  // a micro tile's sums fill the registers: 4 keys, or 4 vectors of V, by 3 rows or more
@@ -30,7 +34,7 @@ struct Scratch {
   float* keep;    // [rows]: factor of what was summed up before the tile
   Sums chunk;
   Sums total;
-  float* k;  // [kTileKeys, head_dim]: a tile of a float16 pool
+  float* k;  // [kTileKeys, head_dim]: a tile of a pool that is not of floats
   float* v;
 };
 
@@ -56,17 +60,34 @@ void prefetch_row(const T* row, int64_t width) {
   for (int64_t i = 0; i < width * int64_t{sizeof(T)}; i += 64) __builtin_prefetch(p + i, 0, 3);
 }
 
+// What the elements of a row of K or V are multiples of, in all lanes, where that is not 1; and elements as floats.
+struct One {};
+One unit_of(const float*, int64_t) { return {}; }
+One unit_of(const Float16*, int64_t) { return {}; }
+Floats unit_of(const int8_t* row, int64_t width) {
+  float scale;
+  std::memcpy(&scale, row + width, sizeof scale);
+  return broadcast(scale);
+}
+template <class T>
+Floats load_row(const T* p, One) {
+  return load(p);
+}
+Floats load_row(const int8_t* p, Floats unit) { return load(p) * unit; }
+
 // scores[m][n] = q[m] . k[n] for one micro tile; each sum runs over head_dim in the same order whatever the tile.
 template <int Rows, class T>
 void score_micro_tile(const float* q, const T* const* k, int64_t width, float* scores) {
   Floats sums[Rows][kMicroKeys];
   for (int m = 0; m < Rows; ++m)
     for (int n = 0; n < kMicroKeys; ++n) sums[m][n] = zero();
+  decltype(unit_of(k[0], width)) units[kMicroKeys];
+  for (int n = 0; n < kMicroKeys; ++n) units[n] = unit_of(k[n], width);
   for (int64_t d = 0; d < width; d += kLanes) {
     Floats qs[Rows];
     for (int m = 0; m < Rows; ++m) qs[m] = load(q + m * width + d);
     for (int n = 0; n < kMicroKeys; ++n) {
-      const Floats key = load(k[n] + d);
+      const Floats key = load_row(k[n] + d, units[n]);
       for (int m = 0; m < Rows; ++m) sums[m][n] = multiply_add(qs[m], key, sums[m][n]);
     }
   }
@@ -75,8 +96,9 @@ void score_micro_tile(const float* q, const T* const* k, int64_t width, float* s
 
 template <class T>
 float score(const float* q, const T* k, int64_t width) {
+  const auto unit = unit_of(k, width);
   Floats total = zero();
-  for (int64_t d = 0; d < width; d += kLanes) total = multiply_add(load(q + d), load(k + d), total);
+  for (int64_t d = 0; d < width; d += kLanes) total = multiply_add(load(q + d), load_row(k + d, unit), total);
   return sum(total);
 }
 
@@ -132,11 +154,12 @@ void weigh_micro_tile(const float* weights, const float* keep, const T* const* v
     for (int n = 0; n < Vectors; ++n) sums[m][n] = load(values + m * width + n * kLanes) * broadcast(keep[m]);
   for (int64_t key = first; key < last; ++key) {
     const T* row = v[key] + column;
+    const auto unit = unit_of(v[key], width);
     if constexpr (Prefetch) prefetch_row(v[key + kAheadKeys] + column, Vectors * kLanes);
     Floats factor[Rows];
     for (int m = 0; m < Rows; ++m) factor[m] = broadcast(weights[m * kTileKeys + key]);
     for (int n = 0; n < Vectors; ++n) {
-      const Floats value = load(row + n * kLanes);
+      const Floats value = load_row(row + n * kLanes, unit);
       for (int m = 0; m < Rows; ++m) sums[m][n] = multiply_add(factor[m], value, sums[m][n]);
     }
   }
@@ -201,8 +224,10 @@ void add_tile(const PagedAttention& op, const QueryTile& tile, int64_t row, int6
   }
 }
 
-void convert_row(const Float16* from, int64_t width, float* to) {
-  for (int64_t d = 0; d < width; d += kLanes) store(to + d, load(from + d));
+template <class T>
+void convert_row(const T* from, int64_t width, float* to) {
+  const auto unit = unit_of(from, width);
+  for (int64_t d = 0; d < width; d += kLanes) store(to + d, load_row(from + d, unit));
 }
 
 // k[i] and v[i] for keys start + [first, last).
@@ -210,11 +235,11 @@ template <class T>
 void find_keys(const PagedAttention& op, int64_t seq, int64_t kv_head, int64_t start, int64_t first, int64_t last, const T** k,
                const T** v) {
   const T* pool = static_cast<const T*>(op.kv_cache_out);
-  const int64_t v_offset = op.num_kv_heads * op.block_size * op.head_dim;
+  const int64_t v_offset = op.v_offset(), stride = op.row_elements();
   for (int64_t i = first; i < last;) {
     const T* row = pool + op.slot(seq, kv_head, start + i);
     const int64_t stop = smaller(last, ((start + i) / op.block_size + 1) * op.block_size - start);
-    for (; i < stop; ++i, row += op.head_dim) {
+    for (; i < stop; ++i, row += stride) {
       k[i] = row;
       v[i] = row + v_offset;
     }
@@ -239,8 +264,9 @@ void find_next_keys(const PagedAttention& op, const QueryTile& tile, int64_t i, 
 }
 
 // The keys of one tile, as floats in scratch memory.
+template <class T>
 void add_converted_tile(const PagedAttention& op, const QueryTile& tile, int64_t row, int64_t start, int64_t first, int64_t last,
-                        const Keys<Float16>& keys, const Scratch& s) {
+                        const Keys<T>& keys, const Scratch& s) {
   Keys<float> wide;
   for (int64_t i = first; i < last; ++i) {
     convert_row(keys.k[i], op.head_dim, s.k + i * op.head_dim);
@@ -281,6 +307,8 @@ void add_chunk(const PagedAttention& op, const QueryTile& tile, int64_t chunk, c
 void add_chunk(const PagedAttention& op, const QueryTile& tile, int64_t chunk, const Scratch& s) {
   if (op.kv_type == ElementType::kFloat16) {
     add_chunk<Float16>(op, tile, chunk, s);
+  } else if (op.kv_type == ElementType::kInt8) {
+    add_chunk<int8_t>(op, tile, chunk, s);
   } else {
     add_chunk<float>(op, tile, chunk, s);
   }
@@ -386,6 +414,18 @@ void norm_and_rotate(const PagedAttention& op, const float* x, const float* weig
 }
 
 template <class T>
+void write_row(const float* from, int64_t width, T* to) {
+  for (int64_t d = 0; d < width; d += kLanes) store(to + d, load(from + d));
+}
+
+void write_row(const float* from, int64_t width, int8_t* to) {
+  float scale;
+  int32_t sum;
+  round_row(from, width, {to, &scale, &sum, &sum, width, 0}, 0);
+  std::memcpy(to + width, &scale, sizeof scale);
+}
+
+template <class T>
 void write_keys_and_values(const PagedAttention& op, int64_t seq, int64_t token, const float* k, const float* v) {
   const int64_t width = op.head_dim, position = op.positions[token];
   T* pool = static_cast<T*>(op.kv_cache_out);
@@ -393,11 +433,8 @@ void write_keys_and_values(const PagedAttention& op, int64_t seq, int64_t token,
   for (int64_t head = 0; head < op.num_kv_heads; ++head) {
     norm_and_rotate(op, k + head * width, op.k_norm, op.rope + position * width, 1, rotated);
     T* row = pool + op.slot(seq, head, position);
-    T* v_row = row + op.num_kv_heads * op.block_size * width;
-    for (int64_t d = 0; d < width; d += kLanes) {
-      store(row + d, load(rotated + d));
-      store(v_row + d, load(v + head * width + d));
-    }
+    write_row(rotated, width, row);
+    write_row(v + head * width, width, row + op.v_offset());
   }
 }
 
@@ -408,6 +445,8 @@ void prepare_token(const PagedAttention& op, int64_t seq, int64_t token) {
   const float* v = k + op.num_kv_heads * width;
   if (op.kv_type == ElementType::kFloat16) {
     write_keys_and_values<Float16>(op, seq, token, k, v);
+  } else if (op.kv_type == ElementType::kInt8) {
+    write_keys_and_values<int8_t>(op, seq, token, k, v);
   } else {
     write_keys_and_values<float>(op, seq, token, k, v);
   }

@@ -18,7 +18,7 @@ struct QwenrtPagedAttention {
   const float* k_norm;          /* [head_dim], or null: no norm */
   const float* rope;            /* [max_positions, head_dim]: cos, then sin */
   const int32_t* positions;     /* [num_tokens] */
-  const void* kv_cache;         /* [num_blocks, 2, num_kv_heads, block_size, head_dim] */
+  const void* kv_cache;         /* [num_blocks, 2, num_kv_heads, block_size, head_dim]; int8: head_dim + 4, the last the float32 scale */
   const int32_t* block_tables;  /* [num_seqs, max_blocks] */
   const int32_t* seq_lens;      /* [num_seqs] */
   const int32_t* query_start;   /* [num_seqs + 1] */
@@ -36,7 +36,7 @@ struct QwenrtPagedAttention {
   int64_t sliding_window; /* -1: none */
   float scale;
   float norm_eps;
-  int32_t kv_type; /* QWENRT_FLOAT32 or QWENRT_FLOAT16 */
+  int32_t kv_type; /* QWENRT_FLOAT32, QWENRT_FLOAT16 or QWENRT_INT8 */
 };
 
 /* int8 and uint8 weights lie in panels as qwenrt/plugins/panels.py makes them. */

@@ -27,6 +27,8 @@ inline uint32_t to_bits(float value) {
 
 inline float to_float(float value) { return value; }
 
+inline float to_float(int8_t value) { return value; }
+
 inline float to_float(BFloat16 value) { return from_bits(uint32_t{value.bits} << 16); }
 
 // Subnormals become normal floats, infinities and NaNs stay what they are.
@@ -62,6 +64,7 @@ constexpr int kLanes = 16;
 using Floats = __m512;
 inline Floats broadcast(float x) { return _mm512_set1_ps(x); }
 inline Floats load(const float* p) { return _mm512_loadu_ps(p); }
+inline Floats load(const int8_t* p) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))); }
 inline Floats load(const Float16* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
 inline Floats load(const BFloat16* p) {
   const __m512i words = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
@@ -96,6 +99,7 @@ constexpr int kLanes = 8;
 using Floats = __m256;
 inline Floats broadcast(float x) { return _mm256_set1_ps(x); }
 inline Floats load(const float* p) { return _mm256_loadu_ps(p); }
+inline Floats load(const int8_t* p) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)))); }
 inline Floats load(const Float16* p) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
 inline Floats load(const BFloat16* p) {
   const __m256i words = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));

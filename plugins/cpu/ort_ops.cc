@@ -176,7 +176,7 @@ class PagedAttentionKernel {
       if (in[norm].shape != std::vector<int64_t>{0}) in[norm].expect_shape({op.head_dim});
     in[kRope].expect_shape({op.max_positions, op.head_dim});
     in[kPositions].expect_shape({op.num_tokens});
-    in[kKvCache].expect_shape({op.num_blocks, 2, op.num_kv_heads, op.block_size, op.head_dim});
+    in[kKvCache].expect_shape({op.num_blocks, 2, op.num_kv_heads, op.block_size, op.row_elements()});
     in[kBlockTables].expect_shape({op.num_seqs, op.max_blocks});
     in[kQueryStart].expect_shape({op.num_seqs + 1});
 
@@ -404,7 +404,7 @@ std::vector<CustomOp> make_ops() {
   constexpr auto kFloat = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT, kInt = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32,
                  kByte = ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8;
   std::vector<CustomOp> ops;
-  for (const ElementType type : {ElementType::kFloat32, ElementType::kFloat16}) {
+  for (const ElementType type : {ElementType::kFloat32, ElementType::kFloat16, ElementType::kInt8}) {
     using namespace qwenrt::ops::paged_attention;
     const auto kv = static_cast<ONNXTensorElementDataType>(type);
     ops.push_back(custom_op<PagedAttentionKernel>(kName, kVersion, {kFloat, kFloat, kFloat, kFloat, kInt, kv, kInt, kInt, kInt},

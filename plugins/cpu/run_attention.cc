@@ -184,8 +184,8 @@ void check_attributes(const PagedAttention& op) {
   if (!std::isfinite(op.scale)) throw InvalidArgument("scale is " + std::to_string(op.scale) + ", which is not finite");
   if (!std::isfinite(op.norm_eps) || op.norm_eps < 0)
     throw InvalidArgument("norm_eps is " + std::to_string(op.norm_eps) + ", which is negative or not finite");
-  if (op.kv_type != ElementType::kFloat32 && op.kv_type != ElementType::kFloat16)
-    throw InvalidArgument("kv_cache must be float32 or float16");
+  if (op.kv_type != ElementType::kFloat32 && op.kv_type != ElementType::kFloat16 && op.kv_type != ElementType::kInt8)
+    throw InvalidArgument("kv_cache must be float32, float16 or int8");
 }
 
 void run_paged_attention(const PagedAttention& op, const Parallel& parallel) {
@@ -193,7 +193,7 @@ void run_paged_attention(const PagedAttention& op, const Parallel& parallel) {
   const TaskList list = make_tasks(op, parallel.threads);
   const Isa& kernels = isa(op.head_dim);
   if (op.kv_cache_out != op.kv_cache) {
-    const int64_t size = op.kv_type == ElementType::kFloat16 ? 2 : 4;
+    const int64_t size = op.kv_type == ElementType::kFloat32 ? 4 : op.kv_type == ElementType::kFloat16 ? 2 : 1;
     std::memcpy(op.kv_cache_out, op.kv_cache, static_cast<size_t>(op.pool_elements() * size));
   }
   const int64_t width = op.num_heads * op.head_dim;

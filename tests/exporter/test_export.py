@@ -147,7 +147,7 @@ def test_progress_tells_the_stages_and_counts_the_bytes(checkpoint: Path, place:
         ({"target": "cuda"}, "target is 'cuda', must be onnxruntime or tensorrt or tensorrt-rtx"),
         ({"weights": "int3"}, "weights is 'int3', must be float32 or float16 or bfloat16 or int8 or int4"),
         ({"weights": "torch.float32"}, "weights is 'torch.float32'"),
-        ({"kv_dtype": "bfloat16"}, "kv_dtype is 'bfloat16', must be float32 or float16"),
+        ({"kv_dtype": "bfloat16"}, "kv_dtype is 'bfloat16', must be float32 or float16 or int8"),
         ({"block_size": 0}, "block_size is 0, must be an integer from 1 to"),
         ({"block_size": 2**20}, "block_size is 1048576"),
         ({"block_size": 32.0}, "block_size is 32.0"),

@@ -143,6 +143,7 @@ def test_a_plan_is_added_and_replaced_without_the_checkpoint(engine: Path) -> No
         ({"dtype": "float32"}, r"dtype is 'float32', must be bfloat16 or float16"),
         ({"weights": "float32"}, r"weights is 'float32', must be bfloat16 or fp8 or fp8-channel or int4"),
         ({"kv_dtype": "float16"}, r"kv_dtype is 'float16', must be bfloat16 or fp8"),
+        ({"kv_dtype": "int8"}, r"kv_dtype is 'int8', must be bfloat16 or fp8"),
     ],
     ids=str,
 )

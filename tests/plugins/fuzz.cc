@@ -72,7 +72,9 @@ void paged_attention(int32_t kv_type, Kv nan, int64_t& refused) {
   Buffer<float> attn(tokens * call.heads * width);
   Buffer<int32_t> positions(tokens), tables(call.seqs * call.max_blocks), lens(call.seqs), start(call.seqs + 1);
   for (Buffer<float>* buffer : {&qkv, &q_norm, &k_norm, &rope}) fill(*buffer);
-  Buffer<Kv> pool(blocks * 2 * call.kv_heads * call.block_size * width);
+  // Zeros and small integers, read as a float32, make a scale that is 0 or next to it.
+  const int64_t row_elements = kv_type == QWENRT_INT8 ? width + 4 : width;
+  Buffer<Kv> pool(blocks * 2 * call.kv_heads * call.block_size * row_elements);
   for (int64_t i = 0; i < pool.count; ++i) pool[i] = nan;
 
   std::vector<int32_t> free_blocks;
@@ -91,8 +93,8 @@ void paged_attention(int32_t kv_type, Kv nan, int64_t& refused) {
       free_blocks.pop_back();
       for (int64_t head = 0; head < 2 * call.kv_heads; ++head)
         for (int64_t slot = 0; slot < call.block_size && i * call.block_size + slot < length - count; ++slot)
-          for (int64_t d = 0; d < width; ++d)
-            pool[((block * 2 * call.kv_heads + head) * call.block_size + slot) * width + d] = static_cast<Kv>(pick(0, 2));
+          for (int64_t d = 0; d < row_elements; ++d)
+            pool[((block * 2 * call.kv_heads + head) * call.block_size + slot) * row_elements + d] = static_cast<Kv>(pick(0, 2));
     }
   }
 
@@ -350,6 +352,8 @@ int main(int argc, char** argv) {
     switch (pick(0, 4)) {
       case 0:
         paged_attention<uint16_t>(QWENRT_FLOAT16, 0x7e00, refused);
+        // All bits set, the scale is NaN.
+        paged_attention<int8_t>(QWENRT_INT8, -1, refused);
         break;
       case 1:
         linear<float>(QWENRT_FLOAT32);

@@ -77,14 +77,14 @@ def make_call(sizes: Sizes) -> Call:
     num_blocks = sum(needed) + sizes.spare_blocks
     blocks = rng.permutation(num_blocks)
     tables = rng.choice(np.array([-1, num_blocks, 2**31 - 1, -(2**31)]), (len(lens), max(needed, default=0) + 2))
-    cache = np.full((num_blocks, 2, kv_heads, block, dim), np.nan, sizes.kv_type)
+    cache = reference.kv_rows(np.full((num_blocks, 2, kv_heads, block, dim), np.nan), sizes.kv_type)
     at = 0
     for s, count in enumerate(needed):
         tables[s, :count] = blocks[at : at + count]
         at += count
         for position in range(sizes.old[s]):
             slot = cache[tables[s, position // block], :, :, position % block]
-            slot[:] = rng.standard_normal(slot.shape)
+            slot[:] = reference.kv_rows(rng.standard_normal((2, kv_heads, dim)), sizes.kv_type)
     positions = [np.arange(old, old + new) for old, new in zip(sizes.old, sizes.new, strict=True)]
     tokens = sum(sizes.new) + sizes.padding
     angles = np.outer(np.arange(max(lens, default=0) + 3), 1e4 ** (-np.arange(dim // 2) / (dim // 2)))

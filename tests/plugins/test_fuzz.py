@@ -38,5 +38,5 @@ def fuzzer() -> Path:
 def test_no_input_makes_the_ops_misbehave(fuzzer: Path, seed: int) -> None:
     done = subprocess.run([str(fuzzer), "300", str(seed)], capture_output=True, text=True)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
-    # About half of the 180 calls of PagedAttention have something changed in them, mostly for the worse.
-    assert 40 < int(done.stdout.split()[0]) < 150
+    # About half of the 240 calls of PagedAttention have something changed in them, mostly for the worse.
+    assert 40 < int(done.stdout.split()[0]) < 200

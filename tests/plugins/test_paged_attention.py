@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import mmap
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+
+from qwenrt.plugins import reference
 
 from .ops import (
     Array,
@@ -28,11 +31,30 @@ IMPLEMENTATIONS = [by_reference, by_c, by_onnxruntime, by_onnxruntime_in_place, 
 COMPILED = [by_c, by_onnxruntime, by_onnxruntime_in_place, by_torch]
 
 
-def dense(call: Call) -> tuple[Array, Array]:
-    """The same in float64 with whole score matrices, a mask and no blocks; the new K and V rounded as the pool rounds them."""
+def kv_rows(x: Array, kv_type: np.dtype[Any]) -> Array:
+    """K or V [..., D] as the pool has it: int8 is followed by the float32 that its values are multiples of."""
+    if kv_type != np.int8:
+        return x.astype(kv_type)
+    scale = (np.abs(x).max(-1, keepdims=True) / 127).astype(np.float32)
+    values = np.rint(np.divide(x, scale, out=np.zeros(x.shape), where=scale > 0))
+    return np.concatenate([values.astype(np.int8), scale.view(np.int8)], -1)
+
+
+def kv_values(rows: Array) -> Array:
+    if rows.dtype != np.int8:
+        return rows.astype(np.float64)
+    scale = np.ascontiguousarray(rows[..., -4:]).view(np.float32)
+    return rows[..., :-4] * scale.astype(np.float64)
+
+
+def dense(call: Call, written: Array | None = None) -> tuple[Array, Array]:
+    """The same in float64 with whole score matrices, a mask and no blocks; the new K and V rounded as the pool rounds them.
+
+    written: a pool that has the new K and V, as rounded by another.
+    """
     a = call.attributes
     heads, kv_heads, dim, block = a["num_heads"], a["num_kv_heads"], a["head_dim"], a["block_size"]
-    cache = call["kv_cache"].copy()
+    cache = (call["kv_cache"] if written is None else written).copy()
     attn = np.zeros((len(call["qkv"]), heads * dim))
     for s, length in enumerate(call["seq_lens"]):
         start, end = call["query_start"][s : s + 2]
@@ -49,12 +71,13 @@ def dense(call: Call) -> tuple[Array, Array]:
             turned = as_complex * (angle[..., : dim // 2] + 1j * angle[..., dim // 2 :])
             parts[part] = np.concatenate([turned.real, turned.imag], -1)
         slots = [(call["block_tables"][s, p // block], p % block) for p in range(length)]
-        for i, (b, slot) in enumerate(slots[length - (end - start) :]):
-            cache[b, 0, :, slot], cache[b, 1, :, slot] = parts[1][i], parts[2][i]
+        for i, (b, slot) in enumerate(slots[length - (end - start) :] if written is None else ()):
+            cache[b, 0, :, slot] = kv_rows(parts[1][i], cache.dtype)
+            cache[b, 1, :, slot] = kv_rows(parts[2][i], cache.dtype)
         visible = np.tri(end - start, length, length - (end - start), bool)
         if a["sliding_window"] > 0:
             visible &= ~np.tri(end - start, length, length - (end - start) - a["sliding_window"], bool)
-        k, v = (np.array([cache[b, j, :, slot] for b, slot in slots]).astype(np.float64) for j in (0, 1))
+        k, v = (kv_values(np.array([cache[b, j, :, slot] for b, slot in slots])) for j in (0, 1))
         # What no row sees may be NaN.
         k[~visible.any(0)] = v[~visible.any(0)] = 0
         for head in range(heads):
@@ -92,6 +115,11 @@ CASES = {
     "float16 cache": Sizes(new=(9, 1, 50), old=(2, 90, 0), kv_type=np.float16),
     "float16 cache, groups of 16": Sizes(new=(9, 1), old=(2, 90), num_heads=16, num_kv_heads=1, kv_type=np.float16),
     "float16 cache, head_dim 40": Sizes(new=(9, 1), old=(2, 90), head_dim=40, kv_type=np.float16),
+    "int8 cache": Sizes(new=(9, 1, 50), old=(2, 90, 0), kv_type=np.int8),
+    "int8 cache, groups of 16": Sizes(new=(9, 1), old=(2, 90), num_heads=16, num_kv_heads=1, kv_type=np.int8),
+    "int8 cache, head_dim 40": Sizes(new=(9, 1), old=(2, 90), head_dim=40, kv_type=np.int8),
+    "int8 cache, head_dim 128": Sizes(new=(7, 1), old=(2, 600), head_dim=128, block_size=32, kv_type=np.int8),
+    "int8 cache, no norm, window of 7": Sizes(new=(70, 1), old=(2, 90), norm=False, sliding_window=7, kv_type=np.int8),
     "window of 1": Sizes(new=(9, 1), old=(2, 90), sliding_window=1),
     "window of 7": Sizes(new=(70, 1), old=(2, 90), sliding_window=7),
     "window of 32": Sizes(new=(70, 1), old=(2, 90), sliding_window=32, block_size=16),
@@ -110,14 +138,18 @@ def check(implementation: Implementation, call: Call) -> None:
     given = {name: tensor.copy() for name, tensor in call.tensors.items()}
     attn, cache = implementation(call)
     assert attn.dtype == np.float32
-    np.testing.assert_allclose(attn, want, rtol=2e-5, atol=2e-5)
     assert cache.dtype == call["kv_cache"].dtype
-    np.testing.assert_allclose(
-        cache.astype(np.float64),
-        want_cache.astype(np.float64),
-        rtol=2e-3 if cache.dtype == np.float16 else 1e-5,
-        atol=1e-5,
-    )
+    got_rows, want_rows = kv_values(cache), kv_values(want_cache)
+    if cache.dtype == np.int8:
+        # What lies halfway between two integers may become either.
+        step = np.abs(want_rows).max(-1, keepdims=True) / 127
+        assert ((np.abs(got_rows - want_rows) <= 1.01 * step) | np.isnan(want_rows)).all()
+        assert (cache == want_cache).mean() > 0.99
+        want, _ = dense(call, cache)
+    else:
+        rtol = 2e-3 if cache.dtype == np.float16 else 1e-5
+        np.testing.assert_allclose(got_rows, want_rows, rtol=rtol, atol=1e-5)
+    np.testing.assert_allclose(attn, want, rtol=2e-5, atol=2e-5)
     for name, tensor in given.items():
         np.testing.assert_array_equal(call[name], tensor)
 
@@ -192,12 +224,28 @@ def test_float16_cache_rounds_as_numpy_does() -> None:
         np.testing.assert_array_equal(cache[0, 1, 0], want)
 
 
+@pytest.mark.parametrize("isa", isas())
+def test_int8_cache_rounds_as_the_reference_does(isa: str) -> None:
+    values = np.random.default_rng(3).standard_normal((64, 40)).astype(np.float32) * np.logspace(-3, 3, 64)[:, None]
+    values[0], values[1], values[2, 3], values[3, 4], values[4, 5] = 0, 1e-35, np.inf, np.nan, -np.inf
+    values = values.astype(np.float32)
+    call = make_call(
+        Sizes(new=(64,), num_heads=1, num_kv_heads=1, head_dim=40, block_size=64, kv_type=np.int8, spare_blocks=0)
+    )
+    qkv = call["qkv"].copy()
+    qkv[:, 80:] = values
+    with using_isa(isa):
+        _, cache = by_c(call.but(qkv=qkv))
+    np.testing.assert_array_equal(cache[0, 1, 0], reference.kv_rows(values, np.int8))
+
+
 # What a row's bits may depend on: its own sequence, and nothing else.
 
 LONG = Sizes(new=(600, 1, 37, 1, 9), old=(0, 1300, 500, 3, 0), num_heads=6, num_kv_heads=2, head_dim=32, block_size=16)
 VARIANTS = [
     {},
     {"kv_type": np.float16},
+    {"kv_type": np.int8},
     {"sliding_window": 45},
     {"num_kv_heads": 6},
     {"num_heads": 16, "num_kv_heads": 1},

@@ -90,6 +90,8 @@ def test_a_written_folder_opens_with_the_manifest_that_was_sealed(tmp_path: Path
 
 def test_kv_bytes_per_token_counts_k_and_v_of_every_layer() -> None:
     assert MANIFEST.kv_bytes_per_token == 28 * 2 * 8 * 128 * 2
+    with_scales = dataclasses.replace(MANIFEST, kv_dtype="int8")
+    assert with_scales.kv_bytes_per_token == 28 * 2 * 8 * (128 + 4)
 
 
 def test_kv_bytes_per_token_counts_a_shared_head_for_every_rank_that_has_it() -> None:

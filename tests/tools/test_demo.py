@@ -40,9 +40,9 @@ def test_held_out_answers_are_right(llm: LLM, task: str) -> None:
     assert len(wrong) <= 2, wrong
 
 
-@pytest.mark.parametrize("weights", ["int8", "int4"])
-def test_integer_weights_keep_the_answers(weights: str, tmp_path: Path) -> None:
-    export(CHECKPOINT, tmp_path / "engine", weights=weights)
+@pytest.mark.parametrize("options", [{"weights": "int8"}, {"weights": "int4"}, {"kv_dtype": "int8"}], ids=str)
+def test_integers_keep_the_answers(options: dict[str, str], tmp_path: Path) -> None:
+    export(CHECKPOINT, tmp_path / "engine", weights=options.get("weights"), kv_dtype=options.get("kv_dtype"))
     llm = LLM(tmp_path / "engine")
     pairs = [pair for task in TASKS for pair in answers(llm, task, 20, seed=4)]
     wrong = [pair for pair in pairs if pair[0] != pair[1]]

@@ -60,7 +60,7 @@ def export(
     float16 on a GPU. weights: how matrices are stored: float32, float16, bfloat16, int8, int4, int4-g64 or int4-g128 on the
     CPU, by default in the checkpoint's own float type, of which nothing is lost, or checkpoint, which keeps the integers of a
     quantised checkpoint; as dtype (default), fp8, fp8-channel or int4 on a GPU. kv_dtype: the KV cache's type: float32
-    (default) or float16 on the CPU; as dtype (default) or fp8 on a GPU. lora: folder of a PEFT adapter, merged into the
+    (default), float16 or int8 on the CPU; as dtype (default) or fp8 on a GPU. lora: folder of a PEFT adapter, merged into the
     matrices in float32. max_lora_rank: let requests name adapters of up to that rank at run time; 0: none. tp: ranks that the
     model's heads and matrices are shared out to, processes or GPUs, which backend torch runs. block_size: tokens in a KV block.
     max_model_len: tokens in a sequence, by default all positions of the model; more of them are a warning, for the model was

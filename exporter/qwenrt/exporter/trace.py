@@ -24,6 +24,7 @@ from qwenrt.plugins.schema import (
     ALL_GATHER,
     ALL_REDUCE,
     DOMAIN,
+    INT8_SCALE_BYTES,
     MIXTURE_OF_EXPERTS,
     PAGED_ATTENTION,
     OpSpec,
@@ -41,6 +42,7 @@ _KV_DTYPES = {
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
     "fp8": torch.float8_e4m3fn,
+    "int8": torch.int8,
 }
 _SCOPES = "pkg.torch.onnx.name_scopes"
 _SIZES = {"num_tokens": "T", "num_seqs": "S", "num_logits": "R"}
@@ -96,7 +98,13 @@ def _example_inputs(config: ModelConfig, block_size: int, kv_dtype: torch.dtype)
     """Inputs of sizes that are told apart and are at least 2: torch.export takes 0 and 1 for constants."""
     tokens, sequences, rows, max_blocks, num_blocks = 7, 3, 2, 5, 6
     index_shapes = ((tokens,), (tokens,), (sequences, max_blocks), (sequences,), (sequences + 1,), (rows,))
-    cache_shape = (num_blocks, 2, config.num_kv_heads, block_size, config.head_dim)
+    cache_shape = (
+        num_blocks,
+        2,
+        config.num_kv_heads,
+        block_size,
+        config.head_dim + INT8_SCALE_BYTES * (kv_dtype == torch.int8),
+    )
     caches = [torch.empty(cache_shape, dtype=kv_dtype) for _ in range(config.num_layers)]
     return *(torch.empty(shape, dtype=torch.int32) for shape in index_shapes), caches
 

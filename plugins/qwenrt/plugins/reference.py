@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from . import panels
 from .errors import ConfigError
+from .schema import INT8_SCALE_BYTES
 
 Array = npt.NDArray[Any]
 
@@ -52,20 +53,39 @@ def paged_attention(
     for s, own in enumerate(rows):
         for row in own:
             block, slot = block_tables[s, positions[row] // block_size], positions[row] % block_size
-            cache[block, 0, :, slot] = k[row]
-            cache[block, 1, :, slot] = v[row]
+            cache[block, 0, :, slot] = kv_rows(k[row], cache.dtype)
+            cache[block, 1, :, slot] = kv_rows(v[row], cache.dtype)
     attn = np.zeros((len(qkv), num_heads, head_dim), qkv.dtype)
     for s, own in enumerate(rows):
         for row in own:
             last = positions[row]
             seen = np.arange(0 if sliding_window < 0 else max(0, last - sliding_window + 1), last + 1)
-            context = cache[block_tables[s, seen // block_size], :, :, seen % block_size].astype(np.float64)
+            context = kv_values(cache[block_tables[s, seen // block_size], :, :, seen % block_size])
             for head in range(num_heads):
                 keys, values = context[:, :, head // (num_heads // num_kv_heads)].swapaxes(0, 1)
                 scores = keys @ q[row, head] * scale
                 weights = np.exp(scores - scores.max())
                 attn[row, head] = weights @ values / weights.sum()
     return attn.reshape(len(qkv), num_heads * head_dim), cache
+
+
+def kv_rows(x: Array, dtype: npt.DTypeLike) -> Array:
+    """K or V [..., head_dim] as a KV pool of this type has it: int8 [..., head_dim + 4], or rounded to the type."""
+    if dtype != np.int8:
+        with np.errstate(over="ignore"):
+            return x.astype(dtype)
+    values, scale = round_rows(x.reshape(-1, x.shape[-1]).astype(np.float32))
+    rows = np.concatenate([values, scale[:, None].view(np.int8)], axis=1)
+    return rows.reshape(*x.shape[:-1], -1)
+
+
+def kv_values(rows: Array) -> Array:
+    """What rows of a KV pool stand for, [..., head_dim] float64."""
+    if rows.dtype != np.int8:
+        return rows.astype(np.float64)
+    values, scale = np.split(rows, [-INT8_SCALE_BYTES], axis=-1)
+    plain: Array = values * np.ascontiguousarray(scale).view(np.float32).astype(np.float64)
+    return plain
 
 
 def linear(
@@ -251,11 +271,12 @@ def check_paged_attention(
 ) -> None:
     """Raise ConfigError naming the input, the place and the value if the inputs break the op's contract."""
     num_tokens, num_seqs = qkv.shape[0], len(seq_lens)
+    kv_row = head_dim + INT8_SCALE_BYTES * (kv_cache.dtype == np.int8)
     for name, array, shape in (
         ("qkv", qkv, (num_tokens, (num_heads + 2 * num_kv_heads) * head_dim)),
         ("rope", rope, (rope.shape[0], head_dim)),
         ("positions", positions, (num_tokens,)),
-        ("kv_cache", kv_cache, (kv_cache.shape[0], 2, num_kv_heads, block_size, head_dim)),
+        ("kv_cache", kv_cache, (kv_cache.shape[0], 2, num_kv_heads, block_size, kv_row)),
         ("block_tables", block_tables, (num_seqs, block_tables.shape[-1])),
         ("query_start", query_start, (num_seqs + 1,)),
     ):

@@ -69,6 +69,10 @@ class OpSpec:
         return f"({', '.join(parameters)}) -> {results if len(self.outputs) == 1 else f'({results})'}"
 
 
+INT8_SCALE_BYTES = 4
+"""Of the float32 behind the integers of a row of an int8 KV pool."""
+
+
 def _attention_shapes(inputs: Sequence[Shape], attributes: Mapping[str, Any]) -> list[Shape]:
     return [(inputs[0][0], attributes["num_heads"] * attributes["head_dim"]), inputs[5]]
 
@@ -79,11 +83,12 @@ PAGED_ATTENTION = OpSpec(
     doc=(
         "Normalises q and k per head (RMSNorm), rotates them (half-split RoPE), writes k and v into the sequences' cache blocks, "
         "and attends causally over each sequence's blocks. All writes come before all reads. Softmax and sums are float32. Rows "
-        "from query_start[S] on, and sequences without rows, read and write nothing; such rows of attn are 0."
+        "from query_start[S] on, and sequences without rows, read and write nothing; such rows of attn are 0. An int8 pool takes "
+        "each head's K and V of a token rounded to multiples of max|x| / 127, as Linear rounds its rows."
     ),
     types={
         "T": ("float", "float16", "bfloat16"),
-        "T_kv": ("float", "float16", "bfloat16", "float8e4m3fn"),
+        "T_kv": ("float", "float16", "bfloat16", "float8e4m3fn", "int8"),
         "F": ("float",),
         "I": ("int32",),
     },
@@ -101,8 +106,8 @@ PAGED_ATTENTION = OpSpec(
         Value(
             "kv_cache",
             "T_kv",
-            "[num_blocks, 2, num_kv_heads, block_size, head_dim]",
-            "[b, 0] is K (normed, rotated), [b, 1] V",
+            "[num_blocks, 2, num_kv_heads, block_size, head_dim]; int8: head_dim + 4 in the place of head_dim",
+            "[b, 0] is K (normed, rotated), [b, 1] V; a row of int8 ends with the float32 that its integers are multiples of",
         ),
         Value(
             "block_tables",

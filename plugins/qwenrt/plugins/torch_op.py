@@ -12,11 +12,11 @@ from torch import Tensor
 from . import torch_cuda
 from .errors import ConfigError
 from .library import cpu_library
-from .schema import PAGED_ATTENTION
+from .schema import INT8_SCALE_BYTES, PAGED_ATTENTION
 
 KV_CACHE = [value.name for value in PAGED_ATTENTION.inputs].index("kv_cache")
 """Where kv_cache stands among the op's inputs."""
-_CACHE_TYPES = {torch.float32: 1, torch.float16: 10}
+_CACHE_TYPES = {torch.float32: 1, torch.int8: 3, torch.float16: 10}
 _POINTERS = [*(value.name for value in PAGED_ATTENTION.inputs), *(value.name for value in PAGED_ATTENTION.outputs)]
 _SIZES = ("num_tokens", "max_positions", "num_blocks", "num_seqs", "max_blocks")
 _INDICES = ("positions", "block_tables", "seq_lens", "query_start")
@@ -45,9 +45,10 @@ def _kernel() -> Any:
 def paged_attention_in_place(*tensors: Tensor, **attributes: float) -> Tensor:
     """PagedAttention where qkv lies, writing into the `kv_cache` among `tensors`; returns attn [T, num_heads * head_dim].
 
-    tensors, attributes: as `schema.PAGED_ATTENTION` has them. On the CPU qkv is float32, kv_cache float32 or float16. On CUDA qkv
-    is float16 or bfloat16 and kv_cache of the same type or float8_e4m3fn; the work is queued on PyTorch's current stream. Raises
-    ConfigError naming the input that is wrong, before anything is written; on CUDA, what the index tensors hold is not checked.
+    tensors, attributes: as `schema.PAGED_ATTENTION` has them. On the CPU qkv is float32, kv_cache float32, float16 or int8. On
+    CUDA qkv is float16 or bfloat16 and kv_cache of the same type or float8_e4m3fn; the work is queued on PyTorch's current
+    stream. Raises ConfigError naming the input that is wrong, before anything is written; on CUDA, what the index tensors hold is
+    not checked.
     """
     names = [value.name for value in PAGED_ATTENTION.inputs]
     inputs = dict(zip(names, (tensor.contiguous() for tensor in tensors), strict=True))
@@ -61,7 +62,7 @@ def paged_attention_in_place(*tensors: Tensor, **attributes: float) -> Tensor:
 
 def _on_cpu(inputs: dict[str, Tensor], values: dict[str, Any]) -> Tensor:
     qkv, cache = inputs["qkv"], inputs["kv_cache"]
-    attn = qkv.new_empty(qkv.shape[0], int(values["num_heads"] or 0) * cache.shape[-1])
+    attn = qkv.new_empty(qkv.shape[0], int(values["num_heads"] or 0) * int(values["head_dim"] or 0))
     arguments = _Arguments(
         **{name: tensor.data_ptr() if tensor.numel() else None for name, tensor in inputs.items()},
         attn=attn.data_ptr(),
@@ -112,12 +113,13 @@ def _check_shapes(inputs: dict[str, Tensor], sizes: dict[str, int]) -> None:
     heads, kv_heads, head_dim, block_size = (sizes[name] for name in _INTEGERS[:4])
     num_tokens, num_seqs = inputs["qkv"].shape[0], inputs["seq_lens"].shape[0]
     norms = {name: (head_dim if inputs[name].numel() else 0,) for name in ("q_norm", "k_norm")}
+    kv_row = head_dim + INT8_SCALE_BYTES * (inputs["kv_cache"].dtype == torch.int8)
     expected: dict[str, tuple[int, ...]] = {
         "qkv": (num_tokens, (heads + 2 * kv_heads) * head_dim),
         **norms,
         "rope": (inputs["rope"].shape[0], head_dim),
         "positions": (num_tokens,),
-        "kv_cache": (inputs["kv_cache"].shape[0], 2, kv_heads, block_size, head_dim),
+        "kv_cache": (inputs["kv_cache"].shape[0], 2, kv_heads, block_size, kv_row),
         "block_tables": (num_seqs, inputs["block_tables"].shape[-1]),
         "seq_lens": (num_seqs,),
         "query_start": (num_seqs + 1,),

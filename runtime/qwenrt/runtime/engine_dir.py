@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from qwenrt.plugins import ConfigError
-from qwenrt.plugins.schema import PAGED_ATTENTION
+from qwenrt.plugins.schema import INT8_SCALE_BYTES, PAGED_ATTENTION
 
 from .plan import Plan
 
@@ -35,7 +35,7 @@ _EARLIER_PLAN = {"rank": 0}
 """What manifests of the same format that were written before these fields mean."""
 _MAX_SIZE = 1 << 24
 """Of every dimension and limit: what a runtime allocates for them stays bounded."""
-_ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8": 1}
+_ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8": 1, "int8": 1}
 _HASHED_AT_LOAD_BYTES = 64 << 20
 """Files up to this size are hashed whenever a folder is opened; larger ones (weights) only by `EngineDir.verify`."""
 
@@ -124,7 +124,12 @@ class EngineManifest:
     def kv_bytes_per_token(self) -> int:
         """Bytes of K and V that one token takes in all layers' pools, those of all ranks together."""
         item = _ITEM_BYTES[self.kv_dtype]
-        return self.tp * self.model.num_layers * 2 * self.rank_kv_heads * self.model.head_dim * item
+        return self.tp * self.model.num_layers * 2 * self.rank_kv_heads * self.kv_row * item
+
+    @property
+    def kv_row(self) -> int:
+        """Elements of a head's K or V of one token in a pool."""
+        return self.model.head_dim + INT8_SCALE_BYTES * (self.kv_dtype == "int8")
 
     @property
     def rank_kv_heads(self) -> int:

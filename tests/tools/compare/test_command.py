@@ -87,7 +87,9 @@ def test_engines_that_give_no_tokens_equal_transformers_too(compare: Compare, tm
     assert f"is for the task {task}, which has no perplexity" in found.stderr
 
 
-@pytest.mark.parametrize(("weights", "kv_dtype"), [("float16", "float16"), ("bfloat16", "float32")])
+@pytest.mark.parametrize(
+    ("weights", "kv_dtype"), [("float16", "float16"), ("bfloat16", "float32"), ("float32", "int8")]
+)
 def test_rounded_formats_pass_at_their_tolerances_and_not_at_the_strict_ones(
     compare: Compare, tiny_checkpoint: Path, tmp_path: Path, weights: str, kv_dtype: str
 ) -> None:

@@ -49,7 +49,7 @@ _DEFAULTS = {name: parameter.default for name, parameter in signature(export).pa
 )
 @click.option(
     "--kv-dtype",
-    type=click.Choice(["float32", "float16", "bfloat16", "fp8"]),
+    type=click.Choice(["float32", "float16", "bfloat16", "int8", "fp8"]),
     help="Type of the KV cache.  [default: as --dtype]",
 )
 @click.option(

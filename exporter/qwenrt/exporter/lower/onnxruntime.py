@@ -28,7 +28,7 @@ def weight_formats(dtype: str) -> tuple[str, ...]:
 
 def kv_dtypes(dtype: str, weights: str) -> tuple[str, ...]:
     """Types of the KV cache, the default first: where weights are rounded to integers, 16 bits lose nothing that counts."""
-    return ("float16", "float32") if weights in FORMATS else ("float32", "float16")
+    return ("float16", "float32", "int8") if weights in FORMATS else ("float32", "float16", "int8")
 
 
 def lower(

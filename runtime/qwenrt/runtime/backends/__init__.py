@@ -20,6 +20,7 @@ KV_DTYPES: dict[str, npt.DTypeLike] = {
     "float16": np.float16,
     "bfloat16": ml_dtypes.bfloat16,
     "fp8": ml_dtypes.float8_e4m3fn,
+    "int8": np.int8,
 }
 """Types of a KV pool, by the manifest's names."""
 

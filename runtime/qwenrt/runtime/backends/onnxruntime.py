@@ -19,7 +19,7 @@ from ..kv_budget import KvBudget, available_memory
 from ..model_runner import StepInputs
 from .host_memory import read_safetensors, zeros
 
-_KV_DTYPES = {"float32": np.float32, "float16": np.float16}
+_KV_DTYPES = {"float32": np.float32, "float16": np.float16, "int8": np.int8}
 _WEIGHTS_FRACTION = 2
 """Weights that take more than this part of the free memory stay in the mapped file, which Linux can drop and read again."""
 _ONNX_TYPES = {"F32": 1, "U8": 2, "I8": 3, "F16": 10, "BF16": 16}
@@ -61,7 +61,7 @@ class OnnxRuntimeBackend:
         _check_graph(self._session, manifest)
         self._binding = self._session.io_binding()
         model = manifest.model
-        shape = (num_kv_blocks, 2, model.num_kv_heads, manifest.block_size, model.head_dim)
+        shape = (num_kv_blocks, 2, model.num_kv_heads, manifest.block_size, manifest.kv_row)
         try:
             self._kv_caches = [zeros(shape, _KV_DTYPES[manifest.kv_dtype]) for _ in range(model.num_layers)]
         except MemoryError:
@@ -113,7 +113,7 @@ class OnnxRuntimeBackend:
         return logits
 
     def read_kv_blocks(self, layer: int, blocks: npt.NDArray[np.int32]) -> npt.NDArray[Any]:
-        """A copy of blocks of a layer's pool, [len(blocks), 2, num_kv_heads, block_size, head_dim]."""
+        """A copy of blocks of a layer's pool, [len(blocks), 2, num_kv_heads, block_size, kv_row]."""
         return self._kv_caches[layer][blocks]
 
     def write_kv_blocks(self, layer: int, blocks: npt.NDArray[np.int32], values: npt.NDArray[Any]) -> None:
@@ -132,8 +132,8 @@ def _initializers(weights: Path, threads: int) -> dict[str, ort.OrtValue]:
 def _check_graph(session: ort.InferenceSession, manifest: EngineManifest) -> None:
     """Raise ConfigError unless the graph's caches and logits are those that the manifest describes."""
     model = manifest.model
-    kind = {"float32": "tensor(float)", "float16": "tensor(float16)"}[manifest.kv_dtype]
-    cache = (kind, ["num_blocks", 2, model.num_kv_heads, manifest.block_size, model.head_dim])
+    kind = {"float32": "tensor(float)", "float16": "tensor(float16)", "int8": "tensor(int8)"}[manifest.kv_dtype]
+    cache = (kind, ["num_blocks", 2, model.num_kv_heads, manifest.block_size, manifest.kv_row])
     expected = {f"kv_cache.{layer}": cache for layer in range(model.num_layers)}
     expected["logits"] = ("tensor(float)", ["R", manifest.num_logits])
     found = {value.name: (value.type, value.shape) for value in (*session.get_inputs(), *session.get_outputs())}

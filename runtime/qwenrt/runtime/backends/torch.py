@@ -200,7 +200,7 @@ class TorchBackend:
         if self.lora is not None:
             # On the CPU these are the stacks themselves, whatever is put into them later.
             self._constants |= {name: torch.from_numpy(array) for name, array in self.lora.arrays.items()}
-        self._cache_shape = (2, manifest.rank_kv_heads, manifest.block_size, spec.head_dim)
+        self._cache_shape = (2, manifest.rank_kv_heads, manifest.block_size, manifest.kv_row)
         self._numpy_dtype = np.dtype(KV_DTYPES[manifest.kv_dtype])
         self._cache_dtype = getattr(torch, self._numpy_dtype.name)
         self._num_layers = spec.num_layers

@@ -13,7 +13,7 @@ from itertools import cycle, islice
 
 import numpy as np
 
-from qwenrt.plugins import ConfigError
+from qwenrt.plugins import ConfigError, reference
 from qwenrt.runtime import EngineDir, EngineManifest
 from qwenrt.runtime.text.tokenizer import Tokenizer
 
@@ -135,5 +135,5 @@ def one_sequence(
 
 
 def _unwritten(manifest: EngineManifest, num_blocks: int, rng: np.random.Generator) -> Array:
-    values = rng.uniform(-_UNWRITTEN, _UNWRITTEN, kv_shape(manifest, num_blocks))
-    return values.astype(np.float32).astype(kv_dtype(manifest))
+    shape = (*kv_shape(manifest, num_blocks)[:-1], manifest.model.head_dim)
+    return reference.kv_rows(rng.uniform(-_UNWRITTEN, _UNWRITTEN, shape).astype(np.float32), kv_dtype(manifest))

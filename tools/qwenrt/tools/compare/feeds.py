@@ -26,6 +26,7 @@ _DTYPES: dict[str, npt.DTypeLike] = {
     "float16": np.float16,
     "bfloat16": ml_dtypes.bfloat16,
     "fp8": ml_dtypes.float8_e4m3fn,
+    "int8": np.int8,
 }
 
 
@@ -40,8 +41,8 @@ def kv_dtype(manifest: EngineManifest) -> np.dtype[Any]:
 
 
 def kv_shape(manifest: EngineManifest, num_blocks: int) -> tuple[int, ...]:
-    """[num_blocks, 2, num_kv_heads, block_size, head_dim]."""
-    return (num_blocks, 2, manifest.model.num_kv_heads, manifest.block_size, manifest.model.head_dim)
+    """[num_blocks, 2, num_kv_heads, block_size, kv_row]."""
+    return (num_blocks, 2, manifest.model.num_kv_heads, manifest.block_size, manifest.kv_row)
 
 
 def check_feed(feed: Mapping[str, Array], manifest: EngineManifest) -> None:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from qwenrt.plugins.reference import kv_values
+
 from .batches import Batch
 from .feeds import Array, Places
 from .metrics import Deviation, deviation
@@ -34,7 +36,7 @@ class PoolErrors:
 def compare_pools(
     actual: Array, expected: Array, before: Array, feed: Mapping[str, Array], block_size: int, tolerance: float
 ) -> PoolErrors:
-    """Compare a pool [num_blocks, 2, Hkv, block_size, D] after a step with the reference's; `before` is what both were given.
+    """Compare a pool [num_blocks, 2, Hkv, block_size, kv_row] after a step with the reference's; both were given `before`.
 
     tolerance: above which relative error a vector counts as different when the pattern is looked at.
     """
@@ -43,6 +45,9 @@ def compare_pools(
         return PoolErrors(dict.fromkeys(PARTS, bad), dict.fromkeys(PARTS, ""), "", "")
     places = Places(feed, block_size)
     tokens = _Tokens(places)
+    stray = _stray(actual, before, tokens)
+    if actual.dtype == np.int8:
+        actual, expected, before = kv_values(actual), kv_values(expected), kv_values(before)
     got, want = tokens.take(actual), tokens.take(expected)
     parts = {part: deviation(got[:, index], want[:, index]) for index, part in enumerate(PARTS)}
     where = {part: tokens.name(found, actual.shape[2]) for part, found in parts.items()}
@@ -50,7 +55,7 @@ def compare_pools(
         parts=parts,
         where=where,
         hint=_hint(tokens, parts, actual, got, want, before, tolerance),
-        stray=_stray(actual, before, tokens),
+        stray=stray,
     )
 
 

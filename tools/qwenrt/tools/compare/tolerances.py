@@ -58,6 +58,7 @@ _KV_CACHE = {
     "float16": Tolerance(layer=3e-3, kv=4e-3, logits=4e-3, kl=1e-4, nll=2e-4),
     "bfloat16": Tolerance(layer=4e-3, kv=2e-2, logits=2e-2, kl=2e-3, nll=1e-3),
     "fp8": Tolerance(layer=4e-2, kv=1.5e-1, logits=1.5e-1, kl=5e-2, nll=2e-2),
+    "int8": Tolerance(layer=1e-1, kv=2e-1, logits=2.5e-1, kl=2e-1, nll=2e-2),
 }
 
 

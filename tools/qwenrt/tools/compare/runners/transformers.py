@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qwenrt.plugins import ConfigError
+from qwenrt.plugins import ConfigError, reference
 from qwenrt.runtime import EngineDir
 from qwenrt.runtime.lora import LoraAdapter
 
@@ -170,10 +170,11 @@ class _Padded:
         self.mask = torch.from_numpy(np.concatenate([self.past, new], 1).astype(np.int64))
 
     def past_kv(self, pool: Array) -> tuple[Tensor, Tensor]:
-        """Keys and values of the tokens before the step, each [B, Hkv, past, D], from [num_blocks, 2, Hkv, block_size, D]."""
-        shape = (len(self.past), self.past.shape[1], *pool.shape[1:3], pool.shape[4])
+        """Keys and values of earlier tokens, each [B, Hkv, past, D], from [num_blocks, 2, Hkv, block_size, kv_row]."""
+        found = reference.kv_values(pool[self._past_blocks, :, :, self._past_slots])
+        shape = (len(self.past), self.past.shape[1], *found.shape[1:])
         gathered = np.zeros(shape, np.float32)
-        gathered[self._past_which, self._past_where] = pool[self._past_blocks, :, :, self._past_slots]
+        gathered[self._past_which, self._past_where] = found
         keys, values = torch.from_numpy(gathered).permute(2, 0, 3, 1, 4)
         return keys, values
 
@@ -181,8 +182,8 @@ class _Padded:
         """A copy of the pool with the new tokens' keys and values, [B, Hkv, past + new, D], in their slots."""
         both = torch.stack([keys, values]).numpy()[:, :, :, self.past.shape[1] :]
         result = pool.copy()
-        with np.errstate(over="ignore"):
-            result[self._new_blocks, :, :, self._new_slots] = both[:, self._which, :, self._where].astype(pool.dtype)
+        rows = reference.kv_rows(both[:, self._which, :, self._where], pool.dtype)
+        result[self._new_blocks, :, :, self._new_slots] = rows
         return result
 
     def rows(self, values: Tensor) -> Tensor:
