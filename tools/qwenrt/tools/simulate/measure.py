@@ -125,19 +125,21 @@ def run_really(engine: LLMEngine, arrivals: Iterable[Arrival]) -> Results:
     results = Results()
     outcomes: dict[Job, Outcome] = {}
     latest: dict[Job, float] = {}
-    pending = iter(arrivals)
+    # Drawing a prompt takes as long as computing it may: the clock starts after that.
+    prompts = [(arrival, _tokens_in(arrival, engine.manifest.model.vocab_size)) for arrival in arrivals]
+    pending = iter(prompts)
     following = next(pending, None)
     start = perf_counter()
     while following is not None or engine.has_unfinished_requests():
         now = perf_counter() - start
-        while following is not None and following.due <= now:
-            params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=following.new_tokens)
-            prompt = _tokens_in(following, engine.manifest.model.vocab_size)
+        while following is not None and following[0].due <= now:
+            arrival, prompt = following
+            params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=arrival.new_tokens)
             job = engine.add_request(f"real-{len(outcomes)}", prompt, params)
-            outcomes[job] = Outcome(following.due, job.answers[0].request, following.new_tokens)
+            outcomes[job] = Outcome(arrival.due, job.answers[0].request, arrival.new_tokens)
             following = next(pending, None)
         if following is not None and not engine.has_unfinished_requests():
-            sleep(max(0.0, following.due - (perf_counter() - start)))
+            sleep(max(0.0, following[0].due - (perf_counter() - start)))
             continue
         jobs = engine.step_jobs()
         now = perf_counter() - start
