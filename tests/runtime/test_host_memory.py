@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import mmap
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -72,6 +74,37 @@ def test_zeros_are_writable_and_zero() -> None:
     array[1] = 7
     assert array.sum() == 70
     assert zeros((0, 4), np.float32).shape == (0, 4)
+
+
+def test_memory_is_taken_when_it_is_used_or_at_once() -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+    size, before = 1 << 26, resident()
+    later = zeros((size,), np.uint8)
+    assert resident() - before < size / 2
+    now = zeros((size,), np.uint8, populate=True)
+    assert resident() - before > size * 0.9
+    assert not now.any() and later.shape == now.shape
+
+
+@pytest.mark.parametrize(
+    ("options", "free", "at_once"),
+    [({}, 1 << 40, False), ({"num_kv_blocks": 40}, 1 << 40, True), ({"num_kv_blocks": 40}, 1 << 20, False)],
+)
+def test_a_pool_that_was_asked_for_is_there_when_the_engine_is_loaded_if_there_is_plenty_of_memory(
+    options: dict[str, int], free: int, at_once: bool, tiny_engine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def watched(shape: tuple[int, ...], dtype: Any, *, populate: bool) -> Any:
+        asked.append(populate)
+        return zeros(shape, dtype, populate=populate)
+
+    monkeypatch.setattr(backend, "zeros", watched)
+    monkeypatch.setattr(backend, "available_memory", lambda: free)
+    LLM(tiny_engine, **options)
+    assert asked == [at_once] * 4
 
 
 def test_more_than_the_machine_has_is_a_memory_error() -> None:

@@ -42,7 +42,7 @@ class KvBudget:
         """Blocks of a pool in this machine's memory, of whose free part it takes a quarter unless told otherwise."""
         if self.gpu_memory_fraction is not None:
             raise ConfigError("gpu_memory_fraction is given and the engine runs on the CPU; give kv_memory instead")
-        room = available_memory() // _HOST_FRACTION if self._by_memory else 0
+        room = available_memory() // _HOST_FRACTION if not self.has_size else 0
         return self._blocks(manifest, limits, room, "a quarter of the free memory")
 
     def blocks_on_gpu(self, manifest: EngineManifest, limits: Limits, free: int, total: int) -> int:
@@ -63,8 +63,9 @@ class KvBudget:
         return count
 
     @property
-    def _by_memory(self) -> bool:
-        return self.num_kv_blocks is None and self.kv_memory is None
+    def has_size(self) -> bool:
+        """Whether the caller said how large the pool is to be."""
+        return self.num_kv_blocks is not None or self.kv_memory is not None
 
     def _blocks(self, manifest: EngineManifest, limits: Limits, room: int, what: str) -> int:
         block_bytes = manifest.kv_bytes_per_token * manifest.block_size

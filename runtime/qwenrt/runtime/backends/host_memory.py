@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import mmap
@@ -25,12 +26,25 @@ _DTYPES: dict[str, np.dtype[Any]] = {
 }
 """numpy has no bfloat16: its bits."""
 _PIECE = 1 << 25
+_POPULATE_WRITE = 23
+"""Linux' MADV_POPULATE_WRITE, for which `mmap` has no name."""
 
 
-def zeros(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    """An array of zeros that takes memory only where it is first used; raises MemoryError if there is no room for it."""
+def zeros(shape: tuple[int, ...], dtype: npt.DTypeLike, *, populate: bool = False) -> npt.NDArray[Any]:
+    """An array of zeros that takes memory only where it is first used; raises MemoryError if there is no room for it.
+
+    populate: take all of it now, where Linux can (5.14). Else the first to write to a page waits until it is cleared: on a
+    virtual machine that may be a third of a prompt's time.
+    """
     count = math.prod(shape)
-    return np.frombuffer(_allocate(count * np.dtype(dtype).itemsize), dtype, count).reshape(shape)
+    memory = _allocate(count * np.dtype(dtype).itemsize)
+    if populate:
+        try:
+            memory.madvise(_POPULATE_WRITE)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise MemoryError(str(error)) from None
+    return np.frombuffer(memory, dtype, count).reshape(shape)
 
 
 def read_safetensors(path: Path, *, threads: int) -> dict[str, tuple[str, npt.NDArray[Any]]]:

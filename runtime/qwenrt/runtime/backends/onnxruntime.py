@@ -20,8 +20,9 @@ from ..model_runner import StepInputs
 from .host_memory import read_safetensors, zeros
 
 _KV_DTYPES = {"float32": np.float32, "float16": np.float16, "int8": np.int8}
-_WEIGHTS_FRACTION = 2
-"""Weights that take more than this part of the free memory stay in the mapped file, which Linux can drop and read again."""
+_MEMORY_SHARE = 2
+"""Weights that take more than this part of the free memory stay in the mapped file, which Linux can drop and read again, and a
+pool takes memory as it is used."""
 _ONNX_TYPES = {"F32": 1, "U8": 2, "I8": 3, "F16": 10, "BF16": 16}
 """TensorProto.DataType of the element types of a safetensors file."""
 _INDEX_INPUTS = [field.name for field in dataclasses.fields(StepInputs)]
@@ -49,7 +50,7 @@ class OnnxRuntimeBackend:
         options.log_severity_level = 4
         options.register_custom_ops_library(str(cpu_library()))
         graph, weights = str(engine.file("model.onnx")), engine.file("model.safetensors")
-        if weights.stat().st_size <= available_memory() // _WEIGHTS_FRACTION:
+        if weights.stat().st_size <= available_memory() // _MEMORY_SHARE:
             # ONNX Runtime would map the file, which has no huge pages. It keeps no reference to what it is given.
             self._weights = _initializers(weights, threads)
             for name, value in self._weights.items():
@@ -63,11 +64,16 @@ class OnnxRuntimeBackend:
         model = manifest.model
         shape = (num_kv_blocks, 2, model.num_kv_heads, manifest.block_size, manifest.kv_row)
         try:
-            self._kv_caches = [zeros(shape, _KV_DTYPES[manifest.kv_dtype]) for _ in range(model.num_layers)]
+            # Who says how large the pool is gets its memory now, if there is plenty; a default one takes what is used.
+            size = num_kv_blocks * manifest.block_size * manifest.kv_bytes_per_token
+            now = budget.has_size and size <= available_memory() // _MEMORY_SHARE
+            self._kv_caches = [
+                zeros(shape, _KV_DTYPES[manifest.kv_dtype], populate=now) for _ in range(model.num_layers)
+            ]
         except MemoryError:
-            size = num_kv_blocks * manifest.block_size * manifest.kv_bytes_per_token / 1e9
             raise ConfigError(
-                f"{num_kv_blocks} KV blocks take {size:.1f} GB, which this machine cannot give; lower num_kv_blocks or kv_memory"
+                f"{num_kv_blocks} KV blocks take {size / 1e9:.1f} GB, which this machine cannot give; lower num_kv_blocks or "
+                "kv_memory"
             ) from None
         for layer, cache in enumerate(self._kv_caches):
             for name, bind in (
