@@ -13,8 +13,10 @@ import torch.distributed
 dist: Any = torch.distributed
 """Its stubs leave out most of what is used here."""
 
+_MEETING = datetime.timedelta(seconds=60)
+"""How long a rank waits for the others to be there: all have started when the first one begins to."""
 _TIMEOUT = datetime.timedelta(seconds=300)
-"""How long a rank waits for the others before it gives up: they are a step's work apart at most."""
+"""How long it then waits for them in a step: they are a step's work apart at most."""
 
 Tensor = torch.Tensor
 
@@ -25,7 +27,7 @@ class RankGroup:
     def __init__(self, folder: Path, rank: int, size: int, device: torch.device) -> None:
         """Meet the other ranks at a file in `folder`; returns when all are there."""
         store = dist.FileStore(str(folder / "ranks"), size)
-        store.set_timeout(_TIMEOUT)
+        store.set_timeout(_MEETING)
         self.size = size
         self._device = device
         self._group = _nccl(store, rank, size) if device.type == "cuda" else _gloo(store, rank, size)
@@ -81,8 +83,10 @@ def _gloo(store: Any, rank: int, size: int) -> Any:
     options = dist.ProcessGroupGloo._Options()
     # By default gloo listens where the machine's name points to, which others can reach.
     options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-    options._timeout = _TIMEOUT
-    return dist.ProcessGroupGloo(store, rank, size, options)
+    options._timeout = _MEETING
+    group = dist.ProcessGroupGloo(store, rank, size, options)
+    group.set_timeout(_TIMEOUT)
+    return group
 
 
 def _nccl(store: Any, rank: int, size: int) -> Any:

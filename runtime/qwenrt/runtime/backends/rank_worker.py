@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import shutil
 import sys
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -95,8 +96,15 @@ def unpack(frame: bytes) -> StepInputs:
 def main() -> int:
     """Serve until the connection ends."""
     connection = Connection(int(sys.argv[1]))
+    with contextlib.ExitStack() as at_end:
+        return _serve(connection, at_end)
+
+
+def _serve(connection: Connection, at_end: contextlib.ExitStack) -> int:
     try:
         setup = RankSetup.from_json(connection.recv_bytes())
+        # Where the first rank is killed, nobody else does.
+        at_end.callback(shutil.rmtree, setup.meeting_place, ignore_errors=True)
         connection.send_bytes(b"")
         backend = setup.load()
         while True:

@@ -9,11 +9,13 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import os
+import queue
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -39,6 +41,7 @@ _END_SECONDS = 10.0
 """What a process gets to end by itself when its connection has."""
 
 Result = TypeVar("Result")
+_Work = tuple[concurrent.futures.Future[Any], Callable[[], Any]]
 
 
 @dataclass(frozen=True)
@@ -61,10 +64,11 @@ class TensorParallelBackend:
         devices = _devices(engine, device)
         meeting_place = Path(tempfile.mkdtemp(prefix="qwenrt-ranks-"))
         self._workers: list[_Worker] = []
+        # A signal's exception strikes the main thread alone, so in this one a step is never cut short, and ranks stay together.
+        self._work: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
+        threading.Thread(target=_work_off, args=(self._work,), name="qwenrt-rank-0", daemon=True).start()
         # Runs when this is no longer used, at the latest when Python ends. If that is killed, the connections end all the same.
-        self._stop = weakref.finalize(self, _stop, self._workers, meeting_place)
-        # A signal's exception strikes the main thread alone, so here a step is never cut short, and ranks stay together.
-        self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="qwenrt-rank-0")
+        self._stop = weakref.finalize(self, _stop, self._workers, meeting_place, self._work)
         setups = [
             RankSetup(
                 engine=os.path.abspath(engine.path),
@@ -133,16 +137,24 @@ class TensorParallelBackend:
         )
 
     def _run(self, work: Callable[[], Result]) -> Result:
-        """What `work` gives in the first rank's thread; however this is interrupted, it is done when this returns or raises."""
-        future = self._thread.submit(work)
+        """What `work` gives in the first rank's thread; however this is interrupted, it is done when this returns or raises.
+
+        Raises EOFError if a rank ends before all have met, which the first one may go on waiting for.
+        """
+        future: concurrent.futures.Future[Result] = concurrent.futures.Future()
+        self._work.put((future, work))
         interruption: BaseException | None = None
+        gone = False
         while not future.done():
             try:
                 concurrent.futures.wait([future], timeout=_POLL_SECONDS)
-                if self._first is not None and not future.done() and self._is_one_gone():
+                gone = not future.done() and self._is_one_gone()
+                if gone and self._first is not None:
                     self._first.abort()
             except BaseException as raised:
                 interruption = raised
+            if gone and self._first is None:
+                raise EOFError("a rank has ended")
         if interruption is not None and future.exception() is None:
             raise interruption
         return future.result()
@@ -202,8 +214,21 @@ def _how_it_ended(worker: _Worker) -> str | None:
         return "closed its connection"
 
 
-def _stop(workers: Sequence[_Worker], meeting_place: Path) -> None:
+def _work_off(work: queue.SimpleQueue[_Work | None]) -> None:
+    """Do what comes, until None does. Python does not wait for this thread, which may wait for a rank that never was there."""
+    while (item := work.get()) is not None:
+        future, function = item
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+        # What is done must not keep the backend alive.
+        del item, future, function
+
+
+def _stop(workers: Sequence[_Worker], meeting_place: Path, work: queue.SimpleQueue[_Work | None]) -> None:
     """End all workers, whatever they do, and wait for them."""
+    work.put(None)
     for worker in workers:
         worker.connection.close()
     for worker in workers:
