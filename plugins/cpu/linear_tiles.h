@@ -13,6 +13,7 @@ namespace {
 // So many steps are summed up by themselves, then added to those before, which keeps rounding errors small.
 constexpr int64_t kChunkSteps = kTileChunk / kTileStep;
 constexpr int kBlockTiles = 4;
+constexpr int64_t kDirectGroups = 4;  // for whom weights are read where they lie
 
 // Of 16 floats each, pairs of bfloat16s.
 __m512i pairs(Floats first, Floats second) {
@@ -156,7 +157,8 @@ void tiled_columns(const Linear& op, const SplitRows& x, int64_t first, int64_t 
   for (int64_t step = 0; step < x.steps; step += kChunkSteps) {
     const int64_t steps = x.steps - step < kChunkSteps ? x.steps - step : kChunkSteps, k = step * kTileStep, stride = op.depth * 2;
     const bool whole = first + tiles * kTile <= op.weight.width && k + steps * kTileStep <= op.depth;
-    const Channels all = whole ? Channels{static_cast<const char*>(op.weight.data) + first * stride + k * 2, stride, 64, stride * kTile}
+    // Rows of a power of two compete for the same lines of a cache: what is read often had better lie together.
+    const Channels all = whole && groups <= kDirectGroups ? Channels{static_cast<const char*>(op.weight.data) + first * stride + k * 2, stride, 64, stride * kTile}
                                : copy_channels(op, first, tiles, k, steps, copies);
     for (int64_t group = 0; group < groups; ++group) {
       in_blocks<kBlockTiles>(0, tiles, [&](auto count, int64_t tile) {

@@ -97,7 +97,6 @@ struct Product {
   RoundedRows rounded;
   uint32_t* words;  // of rows in parts, twice as many as there are rows, for every expert fills up its last group
 
-  int64_t task_columns() const { return tiled ? 2 * kTaskColumns : kTaskColumns; }
 };
 
 // The memory of a batch's rows, and their way through the experts.
@@ -172,12 +171,18 @@ class Experts {
     }
   }
 
+  int64_t most_rows(const Batch& batch) const {
+    int64_t most = 0;
+    for (const int64_t expert : batch.experts) most = std::max(most, routing_.rows(expert));
+    return most;
+  }
+
+  int64_t task_columns(const Batch& batch, const Product& product) const {
+    return product.tiled && most_rows(batch) > kGroupRows ? 2 * kTaskColumns : kTaskColumns;
+  }
+
   int64_t scratch_bytes(const Batch& batch, const Product& product) const {
-    if (product.tiled) {
-      int64_t most = 0;
-      for (const int64_t expert : batch.experts) most = std::max(most, routing_.rows(expert));
-      return tile_scratch(most, product.task_columns()) * static_cast<int64_t>(sizeof(float));
-    }
+    if (product.tiled) return tile_scratch(most_rows(batch), task_columns(batch, product)) * static_cast<int64_t>(sizeof(float));
     const Linear op{nullptr, product.weight, nullptr, nullptr, 0, 0};
     return integers_ ? integer_scratch(op, kTaskColumns / kPanelWidth) : 0;
   }
@@ -211,7 +216,7 @@ class Experts {
   }
 
   void up(const Batch& batch) {
-    const int64_t columns = up_.task_columns(), parts = (op_.inner + columns - 1) / columns;
+    const int64_t columns = task_columns(batch, up_), parts = (op_.inner + columns - 1) / columns;
     const int64_t tasks = static_cast<int64_t>(batch.experts.size()) * parts;
     run_with_scratch<int8_t>(parallel_, tasks, scratch_bytes(batch, up_), [&](int64_t task, int8_t* scratch) {
       const int64_t expert = batch.experts[static_cast<size_t>(task / parts)], row = row_of(batch.base, expert);
@@ -233,7 +238,7 @@ class Experts {
   // A task adds the columns of all experts, one after the other, so that each token's sum is in the order of its experts. The products
   // go where x was.
   void down(const Batch& batch) {
-    const int64_t columns = down_.task_columns(), tasks = (op_.hidden + columns - 1) / columns;
+    const int64_t columns = task_columns(batch, down_), tasks = (op_.hidden + columns - 1) / columns;
     run_with_scratch<int8_t>(parallel_, tasks, scratch_bytes(batch, down_), [&](int64_t task, int8_t* scratch) {
       const int64_t first = task * columns, last = std::min(first + columns, op_.hidden);
       for (const int64_t expert : batch.experts) {

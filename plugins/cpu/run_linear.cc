@@ -37,12 +37,12 @@ void run_integer_linear(const Linear& op, const Isa& kernels, const Parallel& pa
   });
 }
 
-// Channels of a task: the fewer rows there are, the more memory counts, which is read best in few streams; else x, read from a third-level
-// cache, is used the more often the more there are.
+// Channels of a task. For few rows it is memory that counts, which is read best in few streams; for many, x, which lies in a third-level
+// cache and is read once a task.
 int64_t tile_channels(const Linear& op, const Parallel& parallel) {
-  constexpr int64_t kFewest = 64, kMost = 256;
-  if (op.rows <= kGroupRows) return kFewest;
-  return std::clamp(op.weight.width / (4 * parallel.threads) / kFewest * kFewest, kFewest, kMost);
+  constexpr int64_t kFewRows = 64, kFewest = 64, kMost = 512;
+  if (op.rows <= kFewRows) return kTaskColumns;
+  return std::clamp(op.weight.width / (2 * parallel.threads) / kFewest * kFewest, kFewest, kMost);
 }
 
 void run_tiled_linear(const Linear& op, const Isa& kernels, const Parallel& parallel) {
