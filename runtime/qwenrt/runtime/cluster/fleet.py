@@ -11,6 +11,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any
 
+import grpc
 from ray import serve
 from ray.exceptions import RayActorError
 from ray.serve.config import AutoscalingConfig, ProxyLocation
@@ -96,7 +97,7 @@ class Fleet:
             async for part in response:
                 yield part
             ended = True
-        except RayActorError:
+        except (RayActorError, grpc.RpcError):
             ended = True
             raise ApiError(
                 503, "the replica that worked on this was lost; send it again", code="replica_lost", retry_after=1
