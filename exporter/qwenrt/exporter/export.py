@@ -14,11 +14,12 @@ from typing import Any
 
 from qwenrt.plugins import ConfigError, QwenrtWarning
 from qwenrt.plugins.schema import PAGED_ATTENTION
-from qwenrt.runtime.engine_dir import EngineDir, EngineManifest, Limits, ModelSpec, write_engine_dir
+from qwenrt.runtime.engine_dir import EngineDir, EngineManifest, Limits, ModelSpec
 from qwenrt.runtime.lora import MAX_RANK, LoraAdapter
 
 from .checkpoint import expected_shapes
 from .config import MAX_POSITIONS, ModelConfig
+from .engine_writer import write_engine_dir
 from .source import source_of
 from .tensor_parallel import TensorParallel
 from .tensorrt.plans import Notice, Progress, add_plans, plan_capabilities

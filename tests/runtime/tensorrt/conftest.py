@@ -13,12 +13,13 @@ import pytest
 import torch
 
 from qwenrt.exporter import export
+from qwenrt.exporter.engine_writer import add_plan
 from qwenrt.exporter.tensorrt.profiles import plan_profiles
 from qwenrt.plugins import ConfigError
 from qwenrt.plugins.schema import PLAN_VERSION
 from qwenrt.runtime import LLM
 from qwenrt.runtime.backends.tensorrt import backend, cuda
-from qwenrt.runtime.engine_dir import EngineDir, add_plan
+from qwenrt.runtime.engine_dir import EngineDir
 from qwenrt.runtime.plan import Plan
 from tests.checkpoints import write_checkpoint
 from tests.plugins.tensorrt.binding import Host

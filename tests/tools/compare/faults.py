@@ -12,9 +12,10 @@ import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import load_file, save_file
 
+from qwenrt.exporter.engine_writer import EngineDirWriter
 from qwenrt.plugins import reference
 from qwenrt.runtime import EngineDir
-from qwenrt.runtime.engine_dir import MANIFEST_NAME, EngineDirWriter
+from qwenrt.runtime.engine_dir import MANIFEST_NAME
 
 Array = npt.NDArray[Any]
 Op = Callable[..., tuple[Array, Array]]

@@ -18,9 +18,10 @@ from qwenrt.plugins.tensorrt_module import (
     gpu_compute_capability,
     plan_file,
 )
-from qwenrt.runtime.engine_dir import EngineDir, EngineManifest, add_plan, staging_folder
+from qwenrt.runtime.engine_dir import EngineDir, EngineManifest
 from qwenrt.runtime.plan import Plan, Profile
 
+from ..engine_writer import add_plan, staging_folder
 from .process import BuildResult, run_build
 from .profiles import dimension_ranges, plan_profiles
 from .worker import Request
