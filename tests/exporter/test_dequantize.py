@@ -14,9 +14,10 @@ from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 
 from qwenrt.exporter import export
-from qwenrt.exporter.dequantize import Part, QuantizedWeight, find_layout
+from qwenrt.exporter.dequantize import find_layout
 from qwenrt.exporter.json_fields import Fields
 from qwenrt.exporter.quantization_config import Quantization
+from qwenrt.exporter.quantized_weight import Part, QuantizedWeight
 from qwenrt.exporter.safetensors_file import TensorInfo
 from qwenrt.plugins import ConfigError
 from tests.checkpoints import quantize_checkpoint, write_checkpoint

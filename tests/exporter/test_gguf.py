@@ -17,11 +17,12 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from qwenrt.exporter import export
-from qwenrt.exporter.dequantize import GgufWeight, Part
+from qwenrt.exporter.dequantize import GgufWeight
 from qwenrt.exporter.gguf_file import BLOCK_TYPES, GgufFile
 from qwenrt.exporter.gguf_model import GgufModel
 from qwenrt.exporter.gguf_tokenizer import tokenizer_files
 from qwenrt.exporter.quantization_config import Quantization
+from qwenrt.exporter.quantized_weight import Part
 from qwenrt.exporter.safetensors_file import TensorInfo
 from qwenrt.exporter.source import source_of
 from qwenrt.plugins import ConfigError

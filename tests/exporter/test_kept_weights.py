@@ -16,11 +16,12 @@ from safetensors.torch import load_file
 
 from qwenrt.exporter import export
 from qwenrt.exporter.config import ModelConfig
-from qwenrt.exporter.dequantize import GgufWeight, Part
+from qwenrt.exporter.dequantize import GgufWeight
 from qwenrt.exporter.gguf_blocks import FORMATS
 from qwenrt.exporter.integers import ROW_GROUP, IntegerFormat
 from qwenrt.exporter.modeling import parameter_sources
 from qwenrt.exporter.quantization_config import Quantization
+from qwenrt.exporter.quantized_weight import Part
 from qwenrt.exporter.safetensors_file import TensorInfo
 from qwenrt.plugins import ConfigError, reference
 from qwenrt.plugins.schema import EMBEDDING, LINEAR, MIXTURE_OF_EXPERTS

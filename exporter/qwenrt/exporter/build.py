@@ -43,8 +43,8 @@ def write_model(
 ) -> str | None:
     """Write the graph, or that of each rank, and `model.safetensors` into `folder`, where the tokenizer is.
 
-    Returns how a quantised checkpoint's matrices were carried over, if they became integers again. Raises ConfigError if the disk
-    has no room for them.
+    Returns how a quantised checkpoint's matrices were carried over, if they became integers again or stayed them. Raises
+    ConfigError if the disk has no room for them.
     """
     progress("tracing", 0, 1)
     max_model_len = manifest.limits.max_model_len

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from .checkpoint import Checkpoint
 from .config import ModelConfig
-from .dequantize import widened
 from .lower.tensorrt_weights import Ranges
 from .modeling import Batch, Qwen3DecoderLayer, parameter_sources
+from .safetensors_file import widened
 
 _MAX_TOKENS = 128
 """Of a paragraph."""

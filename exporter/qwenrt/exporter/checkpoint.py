@@ -15,11 +15,12 @@ from qwenrt.plugins import ConfigError
 from qwenrt.runtime.lora import LoraAdapter, LowRank
 
 from .config import ModelConfig
-from .dequantize import ACTIVATION_PARTS, Part, QuantizedWeight, find_layout, widened
+from .dequantize import ACTIVATION_PARTS, find_layout
 from .folder import checked_folder, plain_file
 from .json_fields import read_json_object, shown
 from .quantization_config import Quantization
-from .safetensors_file import DTYPES, SafetensorsFile, TensorInfo
+from .quantized_weight import Part, QuantizedWeight
+from .safetensors_file import DTYPES, SafetensorsFile, TensorInfo, widened
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"

@@ -1,4 +1,4 @@
-"""Matrices of quantised checkpoints, decoded to float32: but for GGUF's, (code - zero point) * scale, one product rounded once.
+"""The layouts that quantised checkpoints have their matrices in.
 
 Where each layout is defined:
 fp8                 https://huggingface.co/docs/transformers/quantization/finegrained_fp8: F8_E4M3 codes, a scale for each block
@@ -10,11 +10,9 @@ gguf                https://github.com/ggml-org/ggml: blocks of 32 or 256 column
 
 from __future__ import annotations
 
-import abc
-import dataclasses
 import importlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 import ml_dtypes
@@ -25,209 +23,14 @@ from qwenrt.plugins import ConfigError
 
 from . import gguf_blocks
 from .gguf_file import BLOCK_TYPES
-from .integers import GROUP_SIZES, IntegerFormat, Integers
+from .integers import IntegerFormat, Integers
 from .json_fields import shown
 from .quantization_config import Quantization
-from .safetensors_file import DTYPES, TensorInfo
+from .quantized_weight import CHUNK_ELEMENTS, AffineWeight, Array, Floats, Part, QuantizedWeight
+from .safetensors_file import DTYPES
 
-Array = npt.NDArray[Any]
-Floats = npt.NDArray[np.float32]
-_CHUNK_ELEMENTS = 1 << 22
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _FLOATS = tuple(DTYPES)
-
-
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """One of the tensors that a quantised matrix is stored in."""
-
-    info: TensorInfo
-    read: Callable[[], Array]
-
-
-class QuantizedWeight(abc.ABC):
-    """A matrix [rows, columns] in parts, which are named by what follows the module's name; the first has the codes.
-
-    Raises ConfigError at construction if a part is missing, or has a type or a shape that does not fit.
-    """
-
-    required: ClassVar[tuple[str, ...]]
-    optional: ClassVar[tuple[str, ...]] = ()
-
-    def __init__(
-        self, module: str, parts: Mapping[str, Part], shape: tuple[int, int], quantization: Quantization
-    ) -> None:
-        self.module = module
-        self.parts = parts
-        self.shape = shape
-        self.quantization = quantization
-        for name in self.required:
-            if name not in parts:
-                some = next(iter(parts.values())).info.file
-                raise ConfigError(
-                    f"{some}: {shown(module)} has {', '.join(sorted(parts))} and no {name}, which {quantization.method} "
-                    "needs; download the checkpoint again"
-                )
-        self.check()
-
-    @abc.abstractmethod
-    def check(self) -> None:
-        """Raise ConfigError unless types and shapes of the parts fit."""
-
-    @abc.abstractmethod
-    def decode(self) -> Floats:
-        """The matrix in float32. Raises ConfigError if a scale or a code is no finite number."""
-
-    @abc.abstractmethod
-    def integer_format(self) -> IntegerFormat:
-        """What its integers need to be kept as they are. Raises ConfigError where no format holds them."""
-
-    @abc.abstractmethod
-    def integer_rows(self) -> Iterator[Integers]:
-        """All rows from the first to the last, a few at a time, where there is an `integer_format`."""
-
-    def not_kept(self, why: str) -> ConfigError:
-        """For a matrix without an `integer_format`."""
-        return ConfigError(
-            f"{self.file}: {shown(self.module)} {why}, which weights checkpoint cannot keep; use weights int8 or float32"
-        )
-
-    @property
-    def file(self) -> str:
-        """Where the codes are, for messages."""
-        return str(self.parts[self.required[0]].info.file)
-
-    def expect(self, name: str, dtypes: tuple[str, ...], *shapes: tuple[int, ...]) -> None:
-        """Raise ConfigError unless a part has one of these types and shapes."""
-        info = self.parts[name].info
-        if info.dtype not in dtypes:
-            raise ConfigError(f"{info.file}: {self.module}.{name} is {info.dtype}, must be {' or '.join(dtypes)}")
-        if info.shape not in shapes:
-            rows, columns = self.shape
-            wanted = " or ".join(str(list(shape)) for shape in shapes)
-            raise ConfigError(
-                f"{info.file}: {self.module}.{name} has shape {list(info.shape)}, must be {wanted} for a weight "
-                f"[{rows}, {columns}] of {self.quantization}"
-            )
-
-    def row_scales(self) -> Floats | None:
-        """[rows], where each row is integers times one number; else None."""
-        return None
-
-    def floats(self, name: str) -> Floats:
-        """A part in float32, whatever float type it is stored in."""
-        return widened(self.parts[name].read())
-
-
-class AffineWeight(QuantizedWeight):
-    """Every element is (code - zero point) * scale."""
-
-    unit: ClassVar[int] = 1
-    """Rows are unpacked in multiples of this."""
-
-    @abc.abstractmethod
-    def codes(self, first: int, last: int) -> Array:
-        """Codes of rows [first, last), numbers of any type."""
-
-    @abc.abstractmethod
-    def scales(self) -> Floats:
-        """One for each block of rows and group of columns."""
-
-    def zero_points(self) -> Floats | None:
-        """What is subtracted from the codes, in the shape of the scales; None: nothing."""
-        return None
-
-    @property
-    def rows_per_scale(self) -> int:
-        """Rows in a block."""
-        return 1
-
-    @abc.abstractmethod
-    def column_groups(self) -> Array:
-        """For each column its group."""
-
-    def row_scales(self) -> Floats | None:
-        scales = self.scales()
-        if scales.shape[1] != 1:
-            return None
-        one_each: Floats = scales[np.arange(self.shape[0]) // self.rows_per_scale, 0]
-        return one_each
-
-    def decode(self) -> Floats:
-        """See `QuantizedWeight`."""
-        scales, zeros, groups = self._finite_scales(), self.zero_points(), self.column_groups()
-        result = np.empty(self.shape, np.float32)
-        for first, last in self._row_chunks():
-            values = result[first:last]
-            values[:] = self.codes(first, last)
-            if np.isnan(values).any():
-                raise ConfigError(f"{self.file}: {shown(self.module)} holds a NaN; download the checkpoint again")
-            blocks = np.arange(first, last) // self.rows_per_scale
-            if zeros is not None:
-                values -= zeros[blocks][:, groups]
-            values *= scales[blocks][:, groups]
-        return result
-
-    def integer_format(self) -> IntegerFormat:
-        """See `QuantizedWeight`."""
-        groups, zeros, size = self.column_groups(), self.zero_points(), 0
-        if groups.any():
-            columns = int(np.count_nonzero(groups == 0))
-            if columns == 0 or (groups != np.arange(len(groups)) // columns).any():
-                raise self.not_kept("has columns in groups of any order (g_idx, act-order)")
-            size = next((size for size in GROUP_SIZES if columns % size == 0), 0)
-            if size == 0:
-                raise self.not_kept(f"has groups of {columns} columns")
-        bits, offset = self.bits, False
-        if bits == 8 and zeros is not None:
-            offset = bool((zeros != self.lowest + 128).any())
-        return IntegerFormat(bits, size or (GROUP_SIZES[0] if offset else 0), offset)
-
-    def integer_rows(self) -> Iterator[Integers]:
-        """See `QuantizedWeight`."""
-        form, scales, zeros = self.integer_format(), self._finite_scales(), self.zero_points()
-        size = int(np.count_nonzero(self.column_groups() == 0))
-        middle = self.lowest + 128
-        offsets = None
-        if form.offset and zeros is not None:
-            offsets = (middle - zeros) * scales
-            if (offsets != (middle - zeros).astype(np.float64) * scales).any():
-                raise self.not_kept("has zero points and scales whose products float32 does not hold")
-        for first, last in self._row_chunks():
-            blocks = np.arange(first, last) // self.rows_per_scale
-            codes = self.codes(first, last)
-            if form.bits == 4:
-                zero = np.zeros_like(scales[blocks]) if zeros is None else zeros[blocks]
-                found = (codes - codes.dtype.type(self.lowest)).astype(np.uint8)
-                yield Integers(found, size, scales[blocks], (zero - self.lowest).astype(np.uint8))
-            else:
-                centred = (codes.astype(np.int16) - np.int16(middle)).astype(np.int8)
-                yield Integers(centred, size, scales[blocks], None, None if offsets is None else offsets[blocks])
-
-    @property
-    def bits(self) -> int:
-        """Of a code."""
-        return self.quantization.bits
-
-    @property
-    def lowest(self) -> int:
-        """The lowest code that there may be."""
-        return 0
-
-    def _finite_scales(self) -> Floats:
-        scales = self.scales()
-        if not np.isfinite(scales).all():
-            raise ConfigError(
-                f"{self.file}: a scale of {shown(self.module)} is no finite number; download the checkpoint again"
-            )
-        return scales
-
-    def _row_chunks(self) -> Iterator[tuple[int, int]]:
-        """First and last row of each chunk to work on."""
-        rows, columns = self.shape
-        step = max(1, _CHUNK_ELEMENTS // (columns * self.unit)) * self.unit
-        for first in range(0, rows, step):
-            yield first, min(first + step, rows)
 
 
 class ScaledWeight(AffineWeight):
@@ -431,7 +234,7 @@ class GgufWeight(QuantizedWeight):
         kind = quants.GGMLQuantizationType[self.parts["weight"].info.dtype]
         blocks, (rows, columns) = self.parts["weight"].read(), self.shape
         result = np.empty((rows, columns), np.float32)
-        step = max(1, _CHUNK_ELEMENTS // columns)
+        step = max(1, CHUNK_ELEMENTS // columns)
         with np.errstate(invalid="ignore", over="ignore"):  # of scales that are no numbers, which is found below
             for first in range(0, rows, step):
                 result[first : first + step] = quants.dequantize(blocks[first : first + step], kind)
@@ -449,7 +252,7 @@ class GgufWeight(QuantizedWeight):
     def integer_rows(self) -> Iterator[Integers]:
         """See `QuantizedWeight`."""
         blocks, (rows, columns) = self.parts["weight"].read(), self.shape
-        step = max(1, _CHUNK_ELEMENTS // columns)
+        step = max(1, CHUNK_ELEMENTS // columns)
         for first in range(0, rows, step):
             with np.errstate(invalid="ignore", over="ignore"):
                 found = gguf_blocks.read_rows(blocks[first : first + step], self.parts["weight"].info.dtype)
@@ -485,13 +288,6 @@ def _in_awq_order(codes: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
     for place, row in enumerate(_AWQ_ORDER):
         result[:, row::8] = codes[:, place::8]
     return result
-
-
-def widened(values: Array) -> Floats:
-    """float32 of any float type; bfloat16 comes as its bits in uint16."""
-    if values.dtype == np.uint16:
-        return (values.astype(np.uint32) << 16).view(np.float32)
-    return values.astype(np.float32, copy=False)
 
 
 LAYOUTS: dict[str, tuple[type[QuantizedWeight], ...]] = {

@@ -116,3 +116,10 @@ def _tensor_info(path: Path, name: str, entry: object, base: int) -> TensorInfo:
     ):
         raise damaged(f"offsets that do not fit its shape {shape} of {dtype}")
     return TensorInfo(path, base + offsets[0], base + offsets[1], dtype, tuple(shape))
+
+
+def widened(values: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+    """float32 of any float type; bfloat16 comes as its bits in uint16."""
+    if values.dtype == np.uint16:
+        return (values.astype(np.uint32) << 16).view(np.float32)
+    return values.astype(np.float32, copy=False)

@@ -17,8 +17,7 @@ import numpy.typing as npt
 from qwenrt.plugins import ConfigError
 
 from .checkpoint import Checkpoint
-from .dequantize import widened
-from .safetensors_file import DTYPES
+from .safetensors_file import DTYPES, widened
 
 PAGE = 4096
 _CHUNK_ELEMENTS = 1 << 22

@@ -42,7 +42,7 @@ class KvBudget:
         """Blocks of a pool in this machine's memory, of whose free part it takes a quarter unless told otherwise."""
         if self.gpu_memory_fraction is not None:
             raise ConfigError("gpu_memory_fraction is given and the engine runs on the CPU; give kv_memory instead")
-        room = available_memory() // _HOST_FRACTION if not self.has_size else 0
+        room = 0 if self.has_size else available_memory() // _HOST_FRACTION
         return self._blocks(manifest, limits, room, "a quarter of the free memory")
 
     def blocks_on_gpu(self, manifest: EngineManifest, limits: Limits, free: int, total: int) -> int:

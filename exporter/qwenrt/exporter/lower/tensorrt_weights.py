@@ -22,8 +22,8 @@ import onnx_ir as ir
 
 from qwenrt.plugins import ConfigError
 
-from ..dequantize import widened
 from ..quantize import Int4Weight
+from ..safetensors_file import widened
 from ..weights import Array, Encoding, rounded_to_bfloat16
 from . import Lowered
 
