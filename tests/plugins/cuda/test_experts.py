@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import os
-from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -16,7 +14,6 @@ from gpu_check.cases import BFLOAT16, FLOAT16, Call
 from gpu_check.experts import ExpertsCase, check_experts, experts_suite, make_experts_call
 from gpu_check.memory import Array, aligned
 from qwenrt.plugins.cuda_api import DATA_TYPES, ExpertsArgs, ExpertsShape
-from tests.simt.build import KERNELS, Variant, build, missing
 
 from .binding import EmulatedCuda
 from .readme import kernels
@@ -27,14 +24,6 @@ POINTERS = (*ALIGNED, "router_logits")
 TILE_ROWS = 64
 PRODUCT_FLOPS = 2 * 16 * 8 * 16
 """Of one mma.sync.m16n8k16."""
-
-
-@pytest.fixture(scope="module")
-def cuda() -> EmulatedCuda:
-    if reason := missing():
-        pytest.skip(reason)
-    variant = Variant[os.environ.get("SIMT_VARIANT", "FAST")]  # test_memory.py sets these two
-    return EmulatedCuda(build(variant, Path(os.environ.get("SIMT_KERNELS", KERNELS))))
 
 
 def shape(**changes: Any) -> ExpertsShape:

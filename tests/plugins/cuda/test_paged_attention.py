@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,19 +10,10 @@ import pytest
 from gpu_check.cases import BFLOAT16, FLOAT8, FLOAT16, MIXED, Call, Case, make_call, suite
 from gpu_check.memory import Array
 from gpu_check.op_suite import ATTN_TOLERANCE, check, check_float8
-from tests.simt.build import KERNELS, Variant, build, missing
 
 from .binding import EmulatedCuda
 
 DTYPES = pytest.mark.parametrize("dtype", [FLOAT16, BFLOAT16], ids=str)
-
-
-@pytest.fixture(scope="module")
-def cuda() -> EmulatedCuda:
-    if reason := missing():
-        pytest.skip(reason)
-    variant = Variant[os.environ.get("SIMT_VARIANT", "FAST")]  # test_memory.py sets these two
-    return EmulatedCuda(build(variant, Path(os.environ.get("SIMT_KERNELS", KERNELS))))
 
 
 @pytest.mark.parametrize("case", suite(), ids=str)

@@ -21,7 +21,7 @@ from qwenrt.plugins.cuda_api import CudaKernels
 from qwenrt.plugins.schema import MIXTURE_OF_EXPERTS, PAGED_ATTENTION
 
 from .binding import EmulatedCuda
-from .test_paged_attention import DTYPES, cuda  # noqa: F401
+from .test_paged_attention import DTYPES
 
 TORCH_TYPES = {FLOAT16: torch.float16, BFLOAT16: torch.bfloat16, FLOAT8: torch.float8_e4m3fn}
 NO_INTEGERS = [None] * (len(MIXTURE_OF_EXPERTS.inputs) - 4)
@@ -46,7 +46,7 @@ def inputs_of(call: Call) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("kv_dtype", [None, FLOAT8], ids=str)
 @DTYPES
 def test_launch_gives_the_kernels_what_the_binding_of_their_own_tests_gives(
-    cuda: EmulatedCuda,  # noqa: F811
+    cuda: EmulatedCuda,
     dtype: Any,
     kv_dtype: Any,
 ) -> None:
@@ -58,7 +58,7 @@ def test_launch_gives_the_kernels_what_the_binding_of_their_own_tests_gives(
     np.testing.assert_array_equal(bytes_of(inputs["kv_cache"]), expected_pool.view(np.uint8))
 
 
-def test_launch_without_norms(cuda: EmulatedCuda) -> None:  # noqa: F811
+def test_launch_without_norms(cuda: EmulatedCuda) -> None:
     call = make_call([(3, 20), (1, 5)], dtype=FLOAT16, norm=False)
     expected, _ = cuda.paged_attention(**call.tensors, **call.attributes)
     np.testing.assert_array_equal(
@@ -66,13 +66,13 @@ def test_launch_without_norms(cuda: EmulatedCuda) -> None:  # noqa: F811
     )
 
 
-def test_sizes_without_a_kernel_are_refused_in_the_kernels_words(cuda: EmulatedCuda) -> None:  # noqa: F811
+def test_sizes_without_a_kernel_are_refused_in_the_kernels_words(cuda: EmulatedCuda) -> None:
     call = make_call([(1, 5)], dtype=FLOAT16)
     with pytest.raises(ConfigError, match=r"PagedAttention on CUDA: .*block_size must be"):
         torch_cuda.launch(cuda, inputs_of(call), call.attributes | {"block_size": 24}, 0)
 
 
-def test_a_launch_that_cuda_refuses_is_a_device_error(cuda: EmulatedCuda) -> None:  # noqa: F811
+def test_a_launch_that_cuda_refuses_is_a_device_error(cuda: EmulatedCuda) -> None:
     call = make_call([(1, 5)], dtype=FLOAT16)
     inputs = inputs_of(call)
     shifted = torch.empty(inputs["qkv"].numel() + 1, dtype=torch.float16)[1:].view_as(inputs["qkv"])
@@ -86,7 +86,7 @@ def experts_tensors(call: Call) -> list[torch.Tensor]:
 
 @DTYPES
 def test_experts_of_one_type_go_to_the_kernels(
-    cuda: EmulatedCuda,  # noqa: F811
+    cuda: EmulatedCuda,
     monkeypatch: pytest.MonkeyPatch,
     dtype: Any,
 ) -> None:
@@ -98,7 +98,7 @@ def test_experts_of_one_type_go_to_the_kernels(
 
 
 def test_experts_that_the_kernels_have_not_are_left_to_pytorch(
-    cuda: EmulatedCuda,  # noqa: F811
+    cuda: EmulatedCuda,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch_cuda, "kernels", lambda: cuda)
@@ -133,7 +133,7 @@ def test_the_op_has_kernels_for_cpu_and_cuda() -> None:
 
 
 @pytest.fixture
-def stream(cuda: EmulatedCuda, monkeypatch: pytest.MonkeyPatch) -> list[Any]:  # noqa: F811
+def stream(cuda: EmulatedCuda, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """PyTorch's idea of device and stream, and the library, replaced; gives (device, stream) of each launch."""
     launches: list[Any] = []
 
@@ -157,7 +157,7 @@ def stream(cuda: EmulatedCuda, monkeypatch: pytest.MonkeyPatch) -> list[Any]:  #
     return launches
 
 
-def test_the_work_goes_to_the_current_stream_of_the_tensors_device(stream: list[Any], cuda: EmulatedCuda) -> None:  # noqa: F811
+def test_the_work_goes_to_the_current_stream_of_the_tensors_device(stream: list[Any], cuda: EmulatedCuda) -> None:
     call = make_call([(1, 5), (20, 40)], dtype=BFLOAT16)
     inputs = inputs_of(call)
     attn = torch_op._on_cuda(inputs, call.attributes)

@@ -9,7 +9,6 @@ import pytest
 
 from gpu_check.cases import BFLOAT16, FLOAT8, FLOAT16, make_call
 from qwenrt.plugins.cuda_api import DATA_TYPES, Args, Shape
-from tests.simt.build import build, missing
 
 from .binding import EmulatedCuda
 from .readme import Kernel, kernels
@@ -18,13 +17,6 @@ TILE = 64
 PREFILL_ROWS = 128
 PRODUCT_FLOPS = 2 * 16 * 8 * 16
 """Of one mma.sync.m16n8k16."""
-
-
-@pytest.fixture(scope="module")
-def cuda() -> EmulatedCuda:
-    if reason := missing():
-        pytest.skip(reason)
-    return EmulatedCuda(build())
 
 
 def work(cuda: EmulatedCuda, sequences: list[tuple[int, int]], **options: Any) -> tuple[int, int, int]:

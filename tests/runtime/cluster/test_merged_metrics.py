@@ -55,6 +55,16 @@ def test_counters_do_not_fall_and_gauges_forget_when_a_replica_is_replaced() -> 
     assert b'replica="a"' not in text
 
 
+def test_of_many_replicas_that_are_gone_only_the_sums_are_kept() -> None:
+    merged = MergedMetrics()
+    sizes = [len(merged.text({str(number): answer(1, 1, 0.5, 0.3)})) for number in range(100)]
+    text = merged.text({"late": answer(1, 1, 0.5), "99": answer(3, 1, 0.5, 0.3)})
+    assert value(text, 'vllm:generation_tokens_total{model_name="m"}') == 103
+    assert value(text, 'vllm:latency_count{model_name="m"}') == 100
+    assert max(sizes) - min(sizes) < 100
+    assert len(merged._latest) < 20
+
+
 def test_without_a_replica_there_are_the_counters() -> None:
     merged = MergedMetrics()
     merged.text({"a": answer(10, 2, 0.5)})
