@@ -11,7 +11,7 @@ from qwenrt.runtime import RequestError, RequestOutput
 from qwenrt.runtime.outputs import EmbeddingOutput
 from qwenrt.runtime.pooling import PooledRow, PoolingWork, embedding_work
 
-from .generate import Failure, answer_all, read_prompts
+from .generate import Failure, answer_all, given_texts
 from .loading import check_text, engine_arguments, load_llm
 from .options import COUNT, engine_options
 from .progress import spinner
@@ -45,11 +45,7 @@ def command(
       qwenrt embed engines/qwen3-embedding --texts-file passages.txt --dimensions 256 > passages.jsonl
       qwenrt embed engines/qwen3-embedding "capital of France" --instruction "Find passages that answer the question"
     """
-    if bool(texts) == (texts_file is not None):
-        raise click.UsageError("give TEXTs or --texts-file, one of the two")
-    given = list(texts) if texts else read_prompts("--texts-file", texts_file)
-    for number, text in enumerate(given, 1):
-        check_text(text, f"TEXT {number}")
+    given = given_texts("TEXT", texts, "--texts-file", texts_file)
     if instruction is not None:
         check_text(instruction, "--instruction")
     arguments = engine_arguments(options)

@@ -69,15 +69,11 @@ def command(
       qwenrt generate engines/qwen3-0.6b "Tell me a joke" --chat --no-thinking --temperature 0.7 --seed 1
       qwenrt generate engines/qwen3-0.6b --prompts-file prompts.txt --json > answers.jsonl
     """
-    if bool(prompts) == (prompts_file is not None):
-        raise click.UsageError("give PROMPTs or --prompts-file, one of the two")
     if not chat and (system is not None or thinking is not None):
         raise click.UsageError("--system and --thinking need --chat")
     if options["logprobs"] is not None and not as_json:
         raise click.UsageError("--logprobs needs --json")
-    texts = list(prompts) if prompts else read_prompts("--prompts-file", prompts_file)
-    for number, text in enumerate(texts, 1):
-        check_text(text, f"PROMPT {number}")
+    texts = given_texts("PROMPT", prompts, "--prompts-file", prompts_file)
     if system is not None:
         check_text(system, "--system")
     arguments = engine_arguments(options)
@@ -99,8 +95,15 @@ def command(
         raise RequestError(f"{failed} of {len(texts)} prompts failed")
 
 
-def read_prompts(option: str, file: Any) -> list[str]:
-    """The lines of the file that `option` names; a usage error if it is not UTF-8."""
+def given_texts(name: str, arguments: tuple[str, ...], option: str, file: Any) -> list[str]:
+    """The arguments called `name`, or the lines of the file that `option` names.
+
+    A usage error if there are both or neither, or one is not UTF-8.
+    """
+    if bool(arguments) == (file is not None):
+        raise click.UsageError(f"give {name}s or {option}, one of the two")
+    if arguments:
+        return [check_text(text, f"{name} {number}") for number, text in enumerate(arguments, 1)]
     try:
         text: str = file.read().decode("utf-8-sig")
     except UnicodeDecodeError as error:
