@@ -15,6 +15,7 @@ namespace qwenrt::QWENRT_ISA {
 //   Pair     the same, two 4-bit codes to a byte: low halves are one quad, high halves the next
 //   Group    multipliers m and zero points z of a panel's 16 channels, from bytes m | z << 4
 //   widen    (code - z) * m. The product of a code and m is at most 225, so one 16-bit multiplication does two bytes
+//   prepared     a quad as `add` wants it, and a group of which `widen` makes such
 //   Products     one int32 for each channel; what they start from depends on the sum of the row of x
 //   add      products of a quad with four values of x
 // and for codes that are multiplied as they are, sum((code - z) * m * x) = m * sum(code * x) - m * z * sum(x) in each group:
@@ -44,18 +45,18 @@ inline Quad widen(Quad codes, const Group& g) { return _mm512_sub_epi8(_mm512_mu
 // The instruction wants one side unsigned: weights are raised by 128, and the sums start lower.
 inline Products start(int32_t sum_of_x) { return _mm512_set1_epi32(-128 * sum_of_x); }
 inline Quad prepared(Quad w) { return _mm512_xor_si512(w, _mm512_set1_epi8(-128)); }
+inline Group prepared(const Group& g) { return {g.multiplier, _mm512_add_epi8(g.offset, _mm512_set1_epi8(-128))}; }
 inline void add(Products& sums, Quad prepared_w, const int8_t* x) {
   int32_t four;
   __builtin_memcpy(&four, x, sizeof four);
   sums = _mm512_dpbusd_epi32(sums, prepared_w, _mm512_set1_epi32(four));
 }
 inline void store_products(int32_t* p, Products v) { _mm512_storeu_si512(p, v); }
-constexpr int kBlockRows = 12;
+constexpr int kBlockRows = 8, kBlockPanels = 2;
 
-// Two chains of sums: one alone would wait for its own last addition longer than for memory.
-struct Dots {
-  __m512i low, high;
-};
+// Of four quads they are at most 4 * 4 * 15 * 127, which fits 16 bits: a multiplication of halves then does, and adds in one.
+using Dots = __m512i;
+constexpr int64_t kRunPairs = 2;
 struct CodeGroup {
   __m512i multiplier, offset;
 };
@@ -64,21 +65,17 @@ inline CodeGroup load_code_group(const uint8_t* p) {
   const __m512i multiplier = _mm512_and_si512(bytes, _mm512_set1_epi32(15));
   return {multiplier, _mm512_mullo_epi16(_mm512_srli_epi32(bytes, 4), multiplier)};
 }
-inline Dots no_dots() { return {_mm512_setzero_si512(), _mm512_setzero_si512()}; }
+inline Dots no_dots() { return _mm512_setzero_si512(); }
 inline void add_codes(Dots& dots, Quad first, Quad second, const int8_t* x) {
-  int32_t four[2];
-  __builtin_memcpy(four, x, sizeof four);
-  dots.low = _mm512_dpbusd_epi32(dots.low, first, _mm512_set1_epi32(four[0]));
-  dots.high = _mm512_dpbusd_epi32(dots.high, second, _mm512_set1_epi32(four[1]));
+  add(dots, first, x);
+  add(dots, second, x + kQuad);
 }
 inline Products no_products() { return _mm512_setzero_si512(); }
 inline void subtract_offset(Products& sums, const CodeGroup& g, int32_t sum_of_x) {
   sums = _mm512_sub_epi32(sums, _mm512_mullo_epi32(g.offset, _mm512_set1_epi32(sum_of_x)));
 }
-inline void add_dots(Products& sums, const Dots& dots, const CodeGroup& g) {
-  sums = _mm512_add_epi32(sums, _mm512_mullo_epi32(_mm512_add_epi32(dots.low, dots.high), g.multiplier));
-}
-constexpr int kCodeRows = 8;
+inline void add_dots(Products& sums, const Dots& dots, const CodeGroup& g) { sums = _mm512_dpwssd_epi32(sums, dots, g.multiplier); }
+constexpr int kCodeRows = 3, kMostCodeRows = 3, kMostWideningRows = 16;
 
 #elif defined(__AVX2__)
 
@@ -122,6 +119,7 @@ inline Quad widen(const Quad& codes, const Group& g) {
 }
 inline Products start(int32_t) { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
 inline Quad prepared(const Quad& w) { return w; }
+inline Group prepared(const Group& g) { return g; }
 // The instruction wants one side unsigned: the magnitudes of the weights, 128 among them, and their signs go to x. Pairs of products
 // stay within 16 bits, for x is within +-127.
 inline void add(Products& sums, const Quad& w, const int8_t* x) {
@@ -134,10 +132,11 @@ inline void add(Products& sums, const Quad& w, const int8_t* x) {
   }
 }
 inline void store_products(int32_t* p, const Products& v) { store_quad(p, v); }
-constexpr int kBlockRows = 4;
+constexpr int kBlockRows = 4, kBlockPanels = 1;
 
 // Sums of pairs in 16 bits: of eight quads they are at most 8 * 2 * 15 * 127.
 using Dots = Quad;
+constexpr int64_t kRunPairs = 4;
 struct CodeGroup {
   Quad multiplier, offset;  // 16 and 32 bits
 };
@@ -168,7 +167,7 @@ inline void subtract_offset(Products& sums, const CodeGroup& g, int32_t sum_of_x
 inline void add_dots(Products& sums, const Dots& dots, const CodeGroup& g) {
   for (int i = 0; i < 2; ++i) sums.half[i] = _mm256_add_epi32(sums.half[i], _mm256_madd_epi16(dots.half[i], g.multiplier.half[i]));
 }
-constexpr int kCodeRows = 2;
+constexpr int kCodeRows = 2, kMostCodeRows = 4, kMostWideningRows = 0;
 
 #else
 
@@ -213,13 +212,15 @@ inline Quad widen(const Quad& codes, const Group& g) {
 }
 inline Products start(int32_t) { return {}; }
 inline Quad prepared(const Quad& w) { return w; }
+inline Group prepared(const Group& g) { return g; }
 inline void add(Products& sums, const Quad& w, const int8_t* x) {
   for (int i = 0; i < kQuadBytes; ++i) sums.value[i / kQuad] += w.value[i] * x[i % kQuad];
 }
 inline void store_products(int32_t* p, const Products& v) { __builtin_memcpy(p, &v, sizeof v); }
-constexpr int kBlockRows = 4;
+constexpr int kBlockRows = 4, kBlockPanels = 1;
 
 using Dots = Products;
+constexpr int64_t kRunPairs = 4;
 using CodeGroup = Group;
 inline CodeGroup load_code_group(const uint8_t* p) { return load_group(p); }
 inline Dots no_dots() { return {}; }
@@ -237,10 +238,8 @@ inline void subtract_offset(Products& sums, const CodeGroup& g, int32_t sum_of_x
 inline void add_dots(Products& sums, const Dots& dots, const CodeGroup& g) {
   for (int n = 0; n < kPanelWidth; ++n) sums.value[n] = wrapped(sums.value[n] + int64_t{g.multiplier[n]} * dots.value[n]);
 }
-constexpr int kCodeRows = 4;
+constexpr int kCodeRows = 4, kMostCodeRows = 8, kMostWideningRows = 0;
 
 #endif
-
-constexpr int64_t kRunPairs = 4;
 
 }  // namespace qwenrt::QWENRT_ISA

@@ -86,35 +86,40 @@ void write_outputs(const Linear& op, const RoundedRows& x, int64_t row, int64_t 
   }
 }
 
-// What comes of the sums of Rows rows and a panel: with one scale a row they run over the whole depth, else they are gathered group by
-// group.
-template <int Rows, bool Scaled>
+// What comes of the sums of Rows rows and Panels panels, of which the last may be missing: with one scale a row they run over the whole
+// depth, else they are gathered group by group.
+template <int Rows, int Panels, bool Scaled>
 class Outputs {
  public:
-  Outputs(const Linear& op, const RoundedRows& x, int64_t row, int64_t panel) : op_(op), x_(x), row_(row), panel_(panel) {}
+  Outputs(const Linear& op, const RoundedRows& x, int64_t row, int64_t panel, int64_t panels)
+      : op_(op), x_(x), row_(row), panel_(panel), panels_(panels) {}
 
   // The sum of the values of row m that meet group g.
   int32_t sum_of_x(int m, int64_t g) const { return x_.group_sums[(row_ + m) * x_.num_groups + g]; }
 
-  void add_group(int64_t g, const Products (&sums)[Rows]) {
-    const GroupScales scales(op_.weight, panel_, g);
+  void add_group(int64_t g, const Products (&sums)[Rows][Panels]) {
     int32_t whole[kPanelWidth];
-    for (int m = 0; m < Rows; ++m) {
-      store_products(whole, sums[m]);
-      scales.add(totals_[m].part, whole, sum_of_x(m, g));
+    for (int n = 0; n < panels_; ++n) {
+      const GroupScales scales(op_.weight, panel_ + n, g);
+      for (int m = 0; m < Rows; ++m) {
+        store_products(whole, sums[m][n]);
+        scales.add(totals_[m][n].part, whole, sum_of_x(m, g));
+      }
     }
   }
 
-  void write(const Products (&sums)[Rows]) const {
+  void write(const Products (&sums)[Rows][Panels]) const {
     for (int m = 0; m < Rows; ++m) {
-      if constexpr (Scaled) {
-        float total[kPanelWidth];
-        for (int i = 0; i < kPanelWidth / kLanes; ++i) store(total + i * kLanes, totals_[m].part[i]);
-        write_outputs(op_, x_, row_ + m, panel_, total);
-      } else {
-        int32_t whole[kPanelWidth];
-        store_products(whole, sums[m]);
-        write_outputs(op_, x_, row_ + m, panel_, whole);
+      for (int n = 0; n < panels_; ++n) {
+        if constexpr (Scaled) {
+          float total[kPanelWidth];
+          for (int i = 0; i < kPanelWidth / kLanes; ++i) store(total + i * kLanes, totals_[m][n].part[i]);
+          write_outputs(op_, x_, row_ + m, panel_ + n, total);
+        } else {
+          int32_t whole[kPanelWidth];
+          store_products(whole, sums[m][n]);
+          write_outputs(op_, x_, row_ + m, panel_ + n, whole);
+        }
       }
     }
   }
@@ -122,28 +127,101 @@ class Outputs {
  private:
   const Linear& op_;
   const RoundedRows& x_;
-  const int64_t row_, panel_;
-  Totals totals_[Scaled ? Rows : 1] = {};
+  const int64_t row_, panel_, panels_;
+  Totals totals_[Scaled ? Rows : 1][Scaled ? Panels : 1] = {};
 };
 
-// The products of Rows rows of x with an int8 panel.
-template <int Rows, bool Scaled>
-void multiply_quads(const Linear& op, const RoundedRows& x, int64_t row, int64_t panel, const int8_t* quads) {
-  Products sums[Rows];
-  const int8_t* values = x.values + row * x.stride;
-  const int64_t stride = x.stride, columns = Scaled ? op.weight.group_size : op.weight.depth;
-  Outputs<Rows, Scaled> y(op, x, row, panel);
-  for (int m = 0; m < Rows; ++m) sums[m] = start(x.sum[row + m]);
-  for (int64_t k = 0; k < op.weight.depth; k += columns) {
-    if constexpr (Scaled)
-      for (int m = 0; m < Rows; ++m) sums[m] = start(y.sum_of_x(m, k / columns));
-    for (int64_t column = k; column < k + columns; column += kQuad, quads += kQuadBytes) {
-      // Of many rows all but the first find the panel in a cache.
-      if constexpr (Rows < kBlockRows) prefetch(quads);
-      const Quad w = prepared(load_quad(quads));
-      for (int m = 0; m < Rows; ++m) add(sums[m], w, values + m * stride + column);
+// Panels that are multiplied together: their columns come in steps of two quads, ready for `add`. A missing last one is the one before
+// it once more.
+constexpr int64_t kStep = 2 * kQuad;
+using Step = Quad[2][kBlockPanels];
+
+// Panels in int8, `panel_bytes` apart.
+class QuadSteps {
+ public:
+  QuadSteps(const int8_t* quads, int64_t panel_bytes, bool in_memory) : quads_(quads), panel_bytes_(panel_bytes), in_memory_(in_memory) {}
+
+  void enter(int64_t) {}
+  void next(Step& w) {
+    for (int n = 0; n < kBlockPanels; ++n) {
+      const int8_t* quads = quads_ + n * panel_bytes_;
+      if (in_memory_) prefetch(quads), prefetch(quads + kQuadBytes);
+      w[0][n] = prepared(load_quad(quads)), w[1][n] = prepared(load_quad(quads + kQuadBytes));
     }
-    if constexpr (Scaled) y.add_group(k / columns, sums);
+    quads_ += 2 * kQuadBytes;
+  }
+
+ private:
+  const int8_t* quads_;
+  const int64_t panel_bytes_;
+  const bool in_memory_;
+};
+
+// Panels of 4-bit codes, widened on their way.
+class WideningSteps {
+ public:
+  WideningSteps(const Weight& weight, int64_t panel, int64_t panels, bool in_memory)
+      : pairs_(weight.pairs(panel)),
+        groups_(weight.panel_groups(panel)),
+        pairs_apart_(panels > 1 ? weight.panel_bytes() : 0),
+        groups_apart_(panels > 1 ? weight.num_groups() * kPanelWidth : 0),
+        in_memory_(in_memory) {}
+
+  void enter(int64_t g) {
+    for (int n = 0; n < kBlockPanels; ++n) group_[n] = prepared(load_group(groups_ + n * groups_apart_ + g * kPanelWidth));
+  }
+  void next(Step& w) {
+    for (int n = 0; n < kBlockPanels; ++n) {
+      if (in_memory_) prefetch(pairs_ + n * pairs_apart_);
+      const Pair pair = load_pair(pairs_ + n * pairs_apart_);
+      w[0][n] = widen(low(pair), group_[n]), w[1][n] = widen(high(pair), group_[n]);
+    }
+    pairs_ += kQuadBytes;
+  }
+
+ private:
+  const uint8_t *pairs_, *groups_;
+  const int64_t pairs_apart_, groups_apart_;
+  const bool in_memory_;
+  Group group_[kBlockPanels];
+};
+
+// The products of Rows rows of x with some panels, whose columns are in groups of `columns`. Loops over rows and panels are unrolled
+// by force: GCC 12 gives that up beyond 16 sums, and keeps them in memory then.
+template <int Rows, bool Scaled, class Steps>
+void multiply_block(const RoundedRows& x, int64_t row, int64_t depth, int64_t columns, Steps steps, Outputs<Rows, kBlockPanels, Scaled> y) {
+  Products sums[Rows][kBlockPanels];
+  const auto clear = [&](const auto& sum_of_x) {
+#pragma GCC unroll 16
+    for (int m = 0; m < Rows; ++m)
+#pragma GCC unroll 4
+      for (int n = 0; n < kBlockPanels; ++n) sums[m][n] = start(sum_of_x(m));
+  };
+  const int64_t stride = x.stride;
+  constexpr int kPointers = (Rows + 2) / 3;
+  const int8_t* values[kPointers];
+  for (int i = 0; i < kPointers; ++i) values[i] = x.values + (row + 3 * i) * stride;
+  clear([&](int m) { return x.sum[row + m]; });
+  for (int64_t g = 0; g * columns < depth; ++g) {
+    if constexpr (Scaled) clear([&](int m) { return y.sum_of_x(m, g); });
+    steps.enter(g);
+    for (int64_t left = columns / kStep; left > 0; --left) {
+      Step w;
+      steps.next(w);
+#pragma GCC unroll 2
+      for (int i = 0; i < 2; ++i)
+#pragma GCC unroll 16
+        for (int m = 0; m < Rows; ++m)
+#pragma GCC unroll 4
+          for (int n = 0; n < kBlockPanels; ++n) add(sums[m][n], w[i][n], values[m / 3] + m % 3 * stride + i * kQuad);
+#pragma GCC unroll 8
+      for (int i = 0; i < kPointers; ++i) {
+        const int8_t* next = values[i] + kStep;
+        asm("" : "+r"(next));
+        values[i] = next;
+      }
+    }
+    if constexpr (Scaled) y.add_group(g, sums);
   }
   y.write(sums);
 }
@@ -154,14 +232,14 @@ void multiply_codes(const Linear& op, const RoundedRows& x, int64_t row, int64_t
   const Weight& weight = op.weight;
   const uint8_t *pairs = weight.pairs(panel), *groups = weight.panel_groups(panel);
   const int8_t* values = x.values + row * x.stride;
-  Outputs<Rows, Scaled> y(op, x, row, panel);
-  Products sums[Rows];
-  for (int m = 0; m < Rows; ++m) sums[m] = no_products();
+  Outputs<Rows, 1, Scaled> y(op, x, row, panel, 1);
+  Products sums[Rows][1];
+  for (int m = 0; m < Rows; ++m) sums[m][0] = no_products();
   for (int64_t g = 0; g < weight.num_groups(); ++g, groups += kPanelWidth) {
     const CodeGroup group = load_code_group(groups);
     for (int m = 0; m < Rows; ++m) {
-      if constexpr (Scaled) sums[m] = no_products();
-      subtract_offset(sums[m], group, y.sum_of_x(m, g));
+      if constexpr (Scaled) sums[m][0] = no_products();
+      subtract_offset(sums[m][0], group, y.sum_of_x(m, g));
     }
     for (int64_t left = weight.group_size / (2 * kQuad); left > 0; left -= kRunPairs) {
       Dots dots[Rows];
@@ -177,30 +255,50 @@ void multiply_codes(const Linear& op, const RoundedRows& x, int64_t row, int64_t
       } else {
         for (int64_t i = 0; i < left; ++i) add_pair();
       }
-      for (int m = 0; m < Rows; ++m) add_dots(sums[m], dots[m], group);
+      for (int m = 0; m < Rows; ++m) add_dots(sums[m][0], dots[m], group);
     }
     if constexpr (Scaled) y.add_group(g, sums);
   }
   y.write(sums);
 }
 
-// A panel in int8: where it lies, or widened to `scratch`.
-const int8_t* whole_panel(const Weight& weight, int64_t panel, int8_t* scratch) {
-  if (weight.type == ElementType::kInt8) return weight.panel(panel);
-  widen_panel(weight, panel, scratch);
-  return scratch;
+// Panels [first, last) by blocks of rows: x lies in the first-level cache, the panels, which are a task's, in the second, and y is written
+// in long stretches. get_steps(panel, how many, whether they are in memory still) makes the panels' steps.
+template <bool Scaled, class GetSteps>
+void multiply_panels(const Linear& op, const RoundedRows& x, int64_t first, int64_t last, int64_t columns, const GetSteps& get_steps) {
+  in_blocks<kBlockRows>(0, op.rows, [&](auto rows, int64_t row) {
+    for (int64_t panel = first; panel < last; panel += kBlockPanels) {
+      const int64_t panels = last - panel < kBlockPanels ? last - panel : kBlockPanels;
+      multiply_block(x, row, op.weight.depth, columns, get_steps(panel, panels, row == 0),
+                     Outputs<rows.value, kBlockPanels, Scaled>(op, x, row, panel, panels));
+    }
+  });
+}
+
+template <bool Scaled>
+void multiply_panels(const Linear& op, const RoundedRows& x, int64_t first, int64_t last, int8_t* scratch) {
+  const Weight& weight = op.weight;
+  const int64_t bytes = weight.depth * kPanelWidth;
+  const bool codes = weight.type == ElementType::kUint8;
+  if constexpr (kMostWideningRows > 0) {
+    if (codes && op.rows <= kMostWideningRows)
+      return multiply_panels<Scaled>(op, x, first, last, weight.group_size, [&](int64_t panel, int64_t panels, bool in_memory) {
+        return WideningSteps(weight, panel, panels, in_memory);
+      });
+  }
+  if (codes)
+    for (int64_t panel = first; panel < last; ++panel) widen_panel(weight, panel, scratch + (panel - first) * bytes);
+  const int8_t* quads = codes ? scratch : weight.panel(first);
+  multiply_panels<Scaled>(op, x, first, last, Scaled ? weight.group_size : weight.depth, [&](int64_t panel, int64_t panels, bool in_memory) {
+    return QuadSteps(quads + (panel - first) * bytes, panels > 1 ? bytes : 0, in_memory && !codes);
+  });
 }
 
 template <bool Scaled>
 void row_blocks(const Linear& op, const RoundedRows& x, int64_t first, int64_t last, int8_t* scratch) {
-  for (int64_t panel = first; panel < last; ++panel) {
-    if (op.weight.type == ElementType::kUint8 && op.rows <= 2 * kCodeRows) {
-      in_blocks<kCodeRows>(0, op.rows, [&](auto rows, int64_t row) { multiply_codes<rows.value, Scaled>(op, x, row, panel); });
-    } else {
-      const int8_t* quads = whole_panel(op.weight, panel, scratch);
-      in_blocks<kBlockRows>(0, op.rows, [&](auto rows, int64_t row) { multiply_quads<rows.value, Scaled>(op, x, row, panel, quads); });
-    }
-  }
+  if (op.weight.type != ElementType::kUint8 || op.rows > kMostCodeRows) return multiply_panels<Scaled>(op, x, first, last, scratch);
+  for (int64_t panel = first; panel < last; ++panel)
+    in_blocks<kCodeRows>(0, op.rows, [&](auto rows, int64_t row) { multiply_codes<rows.value, Scaled>(op, x, row, panel); });
 }
 
 }  // namespace
