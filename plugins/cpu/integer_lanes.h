@@ -52,7 +52,7 @@ inline void add(Products& sums, Quad prepared_w, const int8_t* x) {
   sums = _mm512_dpbusd_epi32(sums, prepared_w, _mm512_set1_epi32(four));
 }
 inline void store_products(int32_t* p, Products v) { _mm512_storeu_si512(p, v); }
-constexpr int kBlockRows = 8, kBlockPanels = 2;
+constexpr int kBlockRows = 8, kBlockPanels = 2, kWideRows = 16;
 
 // Of four quads they are at most 4 * 4 * 15 * 127, which fits 16 bits: a multiplication of halves then does, and adds in one.
 using Dots = __m512i;
@@ -132,7 +132,7 @@ inline void add(Products& sums, const Quad& w, const int8_t* x) {
   }
 }
 inline void store_products(int32_t* p, const Products& v) { store_quad(p, v); }
-constexpr int kBlockRows = 4, kBlockPanels = 1;
+constexpr int kBlockRows = 4, kBlockPanels = 1, kWideRows = 0;
 
 // Sums of pairs in 16 bits: of eight quads they are at most 8 * 2 * 15 * 127.
 using Dots = Quad;
@@ -217,7 +217,7 @@ inline void add(Products& sums, const Quad& w, const int8_t* x) {
   for (int i = 0; i < kQuadBytes; ++i) sums.value[i / kQuad] += w.value[i] * x[i % kQuad];
 }
 inline void store_products(int32_t* p, const Products& v) { __builtin_memcpy(p, &v, sizeof v); }
-constexpr int kBlockRows = 4, kBlockPanels = 1;
+constexpr int kBlockRows = 4, kBlockPanels = 1, kWideRows = 0;
 
 using Dots = Products;
 constexpr int64_t kRunPairs = 4;

@@ -72,7 +72,7 @@ Floats outputs(const Linear& op, const Floats& x_scale, int64_t channel, const F
 
 // y of one row and a panel's channels, from int32 or float sums.
 template <class Sum>
-void write_outputs(const Linear& op, const RoundedRows& x, int64_t row, int64_t panel, const Sum* sums) {
+[[gnu::always_inline]] inline void write_outputs(const Linear& op, const RoundedRows& x, int64_t row, int64_t panel, const Sum* sums) {
   const int64_t first = panel * kPanelWidth, width = op.weight.width;
   float* y = op.y + row * width + first;
   if (first + kPanelWidth <= width) {
@@ -86,13 +86,13 @@ void write_outputs(const Linear& op, const RoundedRows& x, int64_t row, int64_t 
   }
 }
 
-// What comes of the sums of Rows rows and Panels panels, of which the last may be missing: with one scale a row they run over the whole
-// depth, else they are gathered group by group.
+// What comes of the sums of up to Rows rows and Panels panels: with one scale a row they run over the whole depth, else they are
+// gathered group by group.
 template <int Rows, int Panels, bool Scaled>
 class Outputs {
  public:
   Outputs(const Linear& op, const RoundedRows& x, int64_t row, int64_t panel, int64_t panels)
-      : op_(op), x_(x), row_(row), panel_(panel), panels_(panels) {}
+      : op_(op), x_(x), row_(row), rows_(op.rows - row < Rows ? op.rows - row : Rows), panel_(panel), panels_(panels) {}
 
   // The sum of the values of row m that meet group g.
   int32_t sum_of_x(int m, int64_t g) const { return x_.group_sums[(row_ + m) * x_.num_groups + g]; }
@@ -101,7 +101,7 @@ class Outputs {
     int32_t whole[kPanelWidth];
     for (int n = 0; n < panels_; ++n) {
       const GroupScales scales(op_.weight, panel_ + n, g);
-      for (int m = 0; m < Rows; ++m) {
+      for (int m = 0; m < rows_; ++m) {
         store_products(whole, sums[m][n]);
         scales.add(totals_[m][n].part, whole, sum_of_x(m, g));
       }
@@ -109,7 +109,7 @@ class Outputs {
   }
 
   void write(const Products (&sums)[Rows][Panels]) const {
-    for (int m = 0; m < Rows; ++m) {
+    for (int m = 0; m < rows_; ++m) {
       for (int n = 0; n < panels_; ++n) {
         if constexpr (Scaled) {
           float total[kPanelWidth];
@@ -127,23 +127,25 @@ class Outputs {
  private:
   const Linear& op_;
   const RoundedRows& x_;
-  const int64_t row_, panel_, panels_;
+  const int64_t row_, rows_, panel_, panels_;
   Totals totals_[Scaled ? Rows : 1][Scaled ? Panels : 1] = {};
 };
 
 // Panels that are multiplied together: their columns come in steps of two quads, ready for `add`. A missing last one is the one before
 // it once more.
 constexpr int64_t kStep = 2 * kQuad;
-using Step = Quad[2][kBlockPanels];
+template <int Panels>
+using Step = Quad[2][Panels];
 
 // Panels in int8, `panel_bytes` apart.
+template <int Panels>
 class QuadSteps {
  public:
   QuadSteps(const int8_t* quads, int64_t panel_bytes, bool in_memory) : quads_(quads), panel_bytes_(panel_bytes), in_memory_(in_memory) {}
 
   void enter(int64_t) {}
-  void next(Step& w) {
-    for (int n = 0; n < kBlockPanels; ++n) {
+  void next(Step<Panels>& w) {
+    for (int n = 0; n < Panels; ++n) {
       const int8_t* quads = quads_ + n * panel_bytes_;
       if (in_memory_) prefetch(quads), prefetch(quads + kQuadBytes);
       w[0][n] = prepared(load_quad(quads)), w[1][n] = prepared(load_quad(quads + kQuadBytes));
@@ -158,6 +160,7 @@ class QuadSteps {
 };
 
 // Panels of 4-bit codes, widened on their way.
+template <int Panels>
 class WideningSteps {
  public:
   WideningSteps(const Weight& weight, int64_t panel, int64_t panels, bool in_memory)
@@ -168,10 +171,10 @@ class WideningSteps {
         in_memory_(in_memory) {}
 
   void enter(int64_t g) {
-    for (int n = 0; n < kBlockPanels; ++n) group_[n] = prepared(load_group(groups_ + n * groups_apart_ + g * kPanelWidth));
+    for (int n = 0; n < Panels; ++n) group_[n] = prepared(load_group(groups_ + n * groups_apart_ + g * kPanelWidth));
   }
-  void next(Step& w) {
-    for (int n = 0; n < kBlockPanels; ++n) {
+  void next(Step<Panels>& w) {
+    for (int n = 0; n < Panels; ++n) {
       if (in_memory_) prefetch(pairs_ + n * pairs_apart_);
       const Pair pair = load_pair(pairs_ + n * pairs_apart_);
       w[0][n] = widen(low(pair), group_[n]), w[1][n] = widen(high(pair), group_[n]);
@@ -183,19 +186,19 @@ class WideningSteps {
   const uint8_t *pairs_, *groups_;
   const int64_t pairs_apart_, groups_apart_;
   const bool in_memory_;
-  Group group_[kBlockPanels];
+  Group group_[Panels];
 };
 
-// The products of Rows rows of x with some panels, whose columns are in groups of `columns`. Loops over rows and panels are unrolled
+// The products of Rows rows of x with Panels panels, whose columns are in groups of `columns`. Loops over rows and panels are unrolled
 // by force: GCC 12 gives that up beyond 16 sums, and keeps them in memory then.
-template <int Rows, bool Scaled, class Steps>
-void multiply_block(const RoundedRows& x, int64_t row, int64_t depth, int64_t columns, Steps steps, Outputs<Rows, kBlockPanels, Scaled> y) {
-  Products sums[Rows][kBlockPanels];
+template <int Rows, int Panels, bool Scaled, class Steps>
+void multiply_block(const RoundedRows& x, int64_t row, int64_t depth, int64_t columns, Steps steps, Outputs<Rows, Panels, Scaled> y) {
+  Products sums[Rows][Panels];
   const auto clear = [&](const auto& sum_of_x) {
 #pragma GCC unroll 16
     for (int m = 0; m < Rows; ++m)
 #pragma GCC unroll 4
-      for (int n = 0; n < kBlockPanels; ++n) sums[m][n] = start(sum_of_x(m));
+      for (int n = 0; n < Panels; ++n) sums[m][n] = start(sum_of_x(m));
   };
   const int64_t stride = x.stride;
   constexpr int kPointers = (Rows + 2) / 3;
@@ -206,14 +209,14 @@ void multiply_block(const RoundedRows& x, int64_t row, int64_t depth, int64_t co
     if constexpr (Scaled) clear([&](int m) { return y.sum_of_x(m, g); });
     steps.enter(g);
     for (int64_t left = columns / kStep; left > 0; --left) {
-      Step w;
+      Step<Panels> w;
       steps.next(w);
 #pragma GCC unroll 2
       for (int i = 0; i < 2; ++i)
 #pragma GCC unroll 16
         for (int m = 0; m < Rows; ++m)
 #pragma GCC unroll 4
-          for (int n = 0; n < kBlockPanels; ++n) add(sums[m][n], w[i][n], values[m / 3] + m % 3 * stride + i * kQuad);
+          for (int n = 0; n < Panels; ++n) add(sums[m][n], w[i][n], values[m / 3] + m % 3 * stride + i * kQuad);
 #pragma GCC unroll 8
       for (int i = 0; i < kPointers; ++i) {
         const int8_t* next = values[i] + kStep;
@@ -262,16 +265,28 @@ void multiply_codes(const Linear& op, const RoundedRows& x, int64_t row, int64_t
   y.write(sums);
 }
 
-// Panels [first, last) by blocks of rows: x lies in the first-level cache, the panels, which are a task's, in the second, and y is written
-// in long stretches. get_steps(panel, how many, whether they are in memory still) makes the panels' steps.
+// Panels [first, last) by the block of Rows rows from `row` on. get_steps makes the steps of that many panels from one on; in_memory says
+// that no rows before these have brought them to a cache.
+template <int Rows, int Panels, bool Scaled, class GetSteps>
+void multiply_rows(const Linear& op, const RoundedRows& x, int64_t row, int64_t first, int64_t last, int64_t columns, const GetSteps& get_steps) {
+  for (int64_t panel = first; panel < last; panel += Panels) {
+    const int64_t panels = last - panel < Panels ? last - panel : Panels;
+    multiply_block(x, row, op.weight.depth, columns, get_steps(Count<Panels>{}, panel, panels, row == 0),
+                   Outputs<Rows, Panels, Scaled>(op, x, row, panel, panels));
+  }
+}
+
+// By all rows. A block of them finds x in the first-level cache and the panels, which are a task's, in the second, and writes y in long
+// stretches. Up to kWideRows rows go in one pass, with what is beyond them computed and left out: while the first of several passes waits
+// for memory, the others have nothing to do.
 template <bool Scaled, class GetSteps>
-void multiply_panels(const Linear& op, const RoundedRows& x, int64_t first, int64_t last, int64_t columns, const GetSteps& get_steps) {
+void multiply_all_rows(const Linear& op, const RoundedRows& x, int64_t first, int64_t last, int64_t columns, const GetSteps& get_steps) {
+  if constexpr (kWideRows > kBlockRows) {
+    static_assert(kWideRows <= kRowsUnit);
+    if (op.rows > kBlockRows && op.rows <= kWideRows) return multiply_rows<kWideRows, 1, Scaled>(op, x, 0, first, last, columns, get_steps);
+  }
   in_blocks<kBlockRows>(0, op.rows, [&](auto rows, int64_t row) {
-    for (int64_t panel = first; panel < last; panel += kBlockPanels) {
-      const int64_t panels = last - panel < kBlockPanels ? last - panel : kBlockPanels;
-      multiply_block(x, row, op.weight.depth, columns, get_steps(panel, panels, row == 0),
-                     Outputs<rows.value, kBlockPanels, Scaled>(op, x, row, panel, panels));
-    }
+    multiply_rows<rows.value, kBlockPanels, Scaled>(op, x, row, first, last, columns, get_steps);
   });
 }
 
@@ -282,15 +297,16 @@ void multiply_panels(const Linear& op, const RoundedRows& x, int64_t first, int6
   const bool codes = weight.type == ElementType::kUint8;
   if constexpr (kMostWideningRows > 0) {
     if (codes && op.rows <= kMostWideningRows)
-      return multiply_panels<Scaled>(op, x, first, last, weight.group_size, [&](int64_t panel, int64_t panels, bool in_memory) {
-        return WideningSteps(weight, panel, panels, in_memory);
+      return multiply_all_rows<Scaled>(op, x, first, last, weight.group_size, [&](auto most, int64_t panel, int64_t panels, bool in_memory) {
+        return WideningSteps<most.value>(weight, panel, panels, in_memory);
       });
   }
   if (codes)
     for (int64_t panel = first; panel < last; ++panel) widen_panel(weight, panel, scratch + (panel - first) * bytes);
   const int8_t* quads = codes ? scratch : weight.panel(first);
-  multiply_panels<Scaled>(op, x, first, last, Scaled ? weight.group_size : weight.depth, [&](int64_t panel, int64_t panels, bool in_memory) {
-    return QuadSteps(quads + (panel - first) * bytes, panels > 1 ? bytes : 0, in_memory && !codes);
+  const int64_t columns = Scaled ? weight.group_size : weight.depth;
+  multiply_all_rows<Scaled>(op, x, first, last, columns, [&](auto most, int64_t panel, int64_t panels, bool in_memory) {
+    return QuadSteps<most.value>(quads + (panel - first) * bytes, panels > 1 ? bytes : 0, in_memory && !codes);
   });
 }
 
