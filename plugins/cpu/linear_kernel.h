@@ -7,9 +7,10 @@
 namespace qwenrt::QWENRT_ISA {
 namespace {
 
-// A tile's sums and operands fill 16 vector registers: 4 x 3 sums, 3 vectors of x, 1 of the weights.
+// A tile's sums and operands fill the vector registers, 16 or with AVX-512 32: 4 x 3 or 4 x 6 sums, as many vectors of x as rows, 1 of the
+// weights.
 constexpr int kTileWidth = 4;
-constexpr int kTileRows = 3;
+constexpr int kTileRows = kLanes == 16 ? 6 : 3;
 // Four weight rows of this depth take half of a 32 KiB first-level cache, the x of one batch half of a 512 KiB second-level cache.
 constexpr int64_t kDepthStep = 1024;
 constexpr int64_t kBatchRows = 64;
@@ -19,17 +20,25 @@ template <int Width, int Rows, class Weight>
 void multiply_tile(const Weight* weight, const float* x, int64_t stride, int64_t depth, bool first,
                    Floats (*sums)[kTileWidth]) {
   Floats local[Rows][Width];
+  // By force: GCC 12 does not unroll so much by itself, and keeps the sums in memory then.
+#pragma GCC unroll 8
   for (int m = 0; m < Rows; ++m)
+#pragma GCC unroll 4
     for (int n = 0; n < Width; ++n) local[m][n] = first ? zero() : sums[m][n];
   for (int64_t k = 0; k < depth; k += kLanes) {
     Floats xs[Rows];
+#pragma GCC unroll 8
     for (int m = 0; m < Rows; ++m) xs[m] = load(x + m * stride + k);
+#pragma GCC unroll 4
     for (int n = 0; n < Width; ++n) {
       const Floats w = load(weight + n * stride + k);
+#pragma GCC unroll 8
       for (int m = 0; m < Rows; ++m) local[m][n] = multiply_add(xs[m], w, local[m][n]);
     }
   }
+#pragma GCC unroll 8
   for (int m = 0; m < Rows; ++m)
+#pragma GCC unroll 4
     for (int n = 0; n < Width; ++n) sums[m][n] = local[m][n];
 }
 
@@ -43,11 +52,9 @@ void multiply_columns(const Linear& op, const Weight* weight, int64_t row, int64
   const float* x = op.x + row * op.depth;
   for (int64_t k = 0; k < whole || k == 0; k += kDepthStep) {
     const int64_t depth = std::min(kDepthStep, whole - k);
-    int64_t m = 0;
-    for (; m + kTileRows <= rows; m += kTileRows)
-      multiply_tile<Width, kTileRows>(w + k, x + m * op.depth + k, op.depth, depth, k == 0, sums + m);
-    if (rows - m == 2) multiply_tile<Width, 2>(w + k, x + m * op.depth + k, op.depth, depth, k == 0, sums + m);
-    if (rows - m == 1) multiply_tile<Width, 1>(w + k, x + m * op.depth + k, op.depth, depth, k == 0, sums + m);
+    in_blocks<kTileRows>(0, rows, [&](auto block, int64_t m) {
+      multiply_tile<Width, block.value>(w + k, x + m * op.depth + k, op.depth, depth, k == 0, sums + m);
+    });
   }
   for (int64_t m = 0; m < rows; ++m)
     for (int n = 0; n < Width; ++n) {
