@@ -56,7 +56,7 @@ def test_what_is_packed_comes_out_again(kind: str) -> None:
     ("rows", "depth", "width"),
     [
         *((0, 8, 8), (1, 1, 1), (1, 64, 32), (2, 70, 33), (3, 128, 16), (5, 1100, 47), (8, 192, 48), (13, 60, 20)),
-        *((16, 200, 40), (17, 64, 16), (33, 100, 65), (70, 130, 31), (3, 5, 0)),
+        *((11, 192, 33), (16, 200, 40), (17, 64, 16), (33, 100, 65), (70, 130, 31), (3, 5, 0)),
     ],
 )
 def test_every_bit_is_the_references(isa: str, kind: str, rows: int, depth: int, width: int) -> None:
@@ -205,3 +205,19 @@ class TestWrongInputs:
             linear(np.ones((2, 70), np.float32), self.weight, self.scale, self.groups)
         with pytest.raises(Exception, match=r"scale has shape \[20, 1\], expected 1 dimension"):
             linear(self.x, self.weight, self.scale[:, None], self.groups)
+
+
+@pytest.mark.parametrize("isa", isas())
+@pytest.mark.parametrize("sign", [-1, 1])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 9, 20])
+def test_sums_of_the_largest_codes_do_not_overflow_either(isa: str, sign: int, rows: int) -> None:
+    depth, size, multiplier = 1024, 128, 8
+    groups = panels.pack_groups(
+        np.full((20, depth // size), multiplier, np.uint8), np.zeros((20, depth // size), np.uint8), depth, size
+    )
+    weight = panels.pack_int4(np.full((20, depth), 15, np.uint8), size)
+    with using_isa(isa):
+        y = linear(np.full((rows, depth), sign, np.float32), weight, np.ones(20, np.float32), groups)
+    np.testing.assert_array_equal(
+        y, np.float32(sign * 15 * multiplier * 127 * depth) * (np.float32(1) / np.float32(127))
+    )
