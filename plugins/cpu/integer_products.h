@@ -200,6 +200,8 @@ void multiply_block(const RoundedRows& x, int64_t row, int64_t depth, int64_t co
 #pragma GCC unroll 4
       for (int n = 0; n < Panels; ++n) sums[m][n] = start(sum_of_x(m));
   };
+  // One pointer for three rows, since an address may be p, p + stride or p + 2 * stride. The empty asm hides how the pointers are related:
+  // GCC would keep a distance for each row, more than there are registers.
   const int64_t stride = x.stride;
   constexpr int kPointers = (Rows + 2) / 3;
   const int8_t* values[kPointers];
