@@ -43,7 +43,8 @@ inline Group load_group(const uint8_t* p) {
 }
 inline Quad widen(Quad codes, const Group& g) { return _mm512_sub_epi8(_mm512_mullo_epi16(codes, g.multiplier), g.offset); }
 // The instruction wants one side unsigned: weights are raised by 128, and the sums start lower.
-inline Products start(int32_t sum_of_x) { return _mm512_set1_epi32(-128 * sum_of_x); }
+// Rows that are computed only to fill a block may have any sum: hence the unsigned product.
+inline Products start(int32_t sum_of_x) { return _mm512_set1_epi32(static_cast<int32_t>(-128u * static_cast<uint32_t>(sum_of_x))); }
 inline Quad prepared(Quad w) { return _mm512_xor_si512(w, _mm512_set1_epi8(-128)); }
 inline Group prepared(const Group& g) { return {g.multiplier, _mm512_add_epi8(g.offset, _mm512_set1_epi8(-128))}; }
 inline void add(Products& sums, Quad prepared_w, const int8_t* x) {
