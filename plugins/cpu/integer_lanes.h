@@ -21,6 +21,10 @@ namespace qwenrt::QWENRT_ISA {
 // and for codes that are multiplied as they are, sum((code - z) * m * x) = m * sum(code * x) - m * z * sum(x) in each group:
 //   Dots     sums of code * x, of kRunPairs pairs at most
 //   CodeGroup    m and m * z of a panel's 16 channels
+// How many sums its registers hold, and what is the fastest with so many rows of x:
+//   kBlockRows, kBlockPanels    rows and panels of a block of sums
+//   kWideRows    up to so many rows, and one panel, are a block too, and codes widened on their way; 0: never
+//   kMostCodeRows    up to so many rows codes are multiplied as they are, by kCodeRows rows at a time
 
 #if defined(__AVX512VNNI__)
 
@@ -76,7 +80,7 @@ inline void subtract_offset(Products& sums, const CodeGroup& g, int32_t sum_of_x
   sums = _mm512_sub_epi32(sums, _mm512_mullo_epi32(g.offset, _mm512_set1_epi32(sum_of_x)));
 }
 inline void add_dots(Products& sums, const Dots& dots, const CodeGroup& g) { sums = _mm512_dpwssd_epi32(sums, dots, g.multiplier); }
-constexpr int kCodeRows = 3, kMostCodeRows = 3, kMostWideningRows = 16;
+constexpr int kCodeRows = 3, kMostCodeRows = 3;
 
 #elif defined(__AVX2__)
 
@@ -168,7 +172,7 @@ inline void subtract_offset(Products& sums, const CodeGroup& g, int32_t sum_of_x
 inline void add_dots(Products& sums, const Dots& dots, const CodeGroup& g) {
   for (int i = 0; i < 2; ++i) sums.half[i] = _mm256_add_epi32(sums.half[i], _mm256_madd_epi16(dots.half[i], g.multiplier.half[i]));
 }
-constexpr int kCodeRows = 2, kMostCodeRows = 4, kMostWideningRows = 0;
+constexpr int kCodeRows = 2, kMostCodeRows = 4;
 
 #else
 
@@ -239,7 +243,7 @@ inline void subtract_offset(Products& sums, const CodeGroup& g, int32_t sum_of_x
 inline void add_dots(Products& sums, const Dots& dots, const CodeGroup& g) {
   for (int n = 0; n < kPanelWidth; ++n) sums.value[n] = wrapped(sums.value[n] + int64_t{g.multiplier[n]} * dots.value[n]);
 }
-constexpr int kCodeRows = 4, kMostCodeRows = 8, kMostWideningRows = 0;
+constexpr int kCodeRows = 4, kMostCodeRows = 8;
 
 #endif
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "integer_lanes.h"
+#include "isa.h"
 #include "lanes.h"
 #include "linear.h"
 
@@ -72,7 +73,7 @@ Floats outputs(const Linear& op, const Floats& x_scale, int64_t channel, const F
 
 // y of one row and a panel's channels, from int32 or float sums.
 template <class Sum>
-[[gnu::always_inline]] inline void write_outputs(const Linear& op, const RoundedRows& x, int64_t row, int64_t panel, const Sum* sums) {
+void write_outputs(const Linear& op, const RoundedRows& x, int64_t row, int64_t panel, const Sum* sums) {
   const int64_t first = panel * kPanelWidth, width = op.weight.width;
   float* y = op.y + row * width + first;
   if (first + kPanelWidth <= width) {
@@ -206,7 +207,7 @@ void multiply_block(const RoundedRows& x, int64_t row, int64_t depth, int64_t co
   constexpr int kPointers = (Rows + 2) / 3;
   const int8_t* values[kPointers];
   for (int i = 0; i < kPointers; ++i) values[i] = x.values + (row + 3 * i) * stride;
-  clear([&](int m) { return x.sum[row + m]; });
+  if constexpr (!Scaled) clear([&](int m) { return x.sum[row + m]; });
   for (int64_t g = 0; g * columns < depth; ++g) {
     if constexpr (Scaled) clear([&](int m) { return y.sum_of_x(m, g); });
     steps.enter(g);
@@ -283,7 +284,7 @@ void multiply_rows(const Linear& op, const RoundedRows& x, int64_t row, int64_t 
 // for memory, the others have nothing to do.
 template <bool Scaled, class GetSteps>
 void multiply_all_rows(const Linear& op, const RoundedRows& x, int64_t first, int64_t last, int64_t columns, const GetSteps& get_steps) {
-  if constexpr (kWideRows > kBlockRows) {
+  if constexpr (kWideRows > 0) {
     static_assert(kWideRows <= kRowsUnit);
     if (op.rows > kBlockRows && op.rows <= kWideRows) return multiply_rows<kWideRows, 1, Scaled>(op, x, 0, first, last, columns, get_steps);
   }
@@ -297,8 +298,8 @@ void multiply_panels(const Linear& op, const RoundedRows& x, int64_t first, int6
   const Weight& weight = op.weight;
   const int64_t bytes = weight.depth * kPanelWidth;
   const bool codes = weight.type == ElementType::kUint8;
-  if constexpr (kMostWideningRows > 0) {
-    if (codes && op.rows <= kMostWideningRows)
+  if constexpr (kWideRows > 0) {
+    if (codes && op.rows <= kWideRows)
       return multiply_all_rows<Scaled>(op, x, first, last, weight.group_size, [&](auto most, int64_t panel, int64_t panels, bool in_memory) {
         return WideningSteps<most.value>(weight, panel, panels, in_memory);
       });
