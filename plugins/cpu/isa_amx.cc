@@ -4,6 +4,7 @@
 #include "linear_kernel.h"
 #include "linear_tiles.h"
 #include "lora_kernel.h"
+#include "prepare_kernel.h"
 #include "sampling_kernel.h"
 #include "swiglu_kernel.h"
 

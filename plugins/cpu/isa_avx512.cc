@@ -3,6 +3,7 @@
 #include "integer_linear_kernel.h"
 #include "linear_kernel.h"
 #include "lora_kernel.h"
+#include "prepare_kernel.h"
 #include "sampling_kernel.h"
 #include "swiglu_kernel.h"
 
