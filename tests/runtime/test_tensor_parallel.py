@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,15 @@ def test_a_rank_that_is_killed_ends_the_engine_with_an_error(split_engine: Path)
         llm.generate(PROMPTS, GREEDY)
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Ctrl-C as in a terminal, for what a shell starts in the background ignores it."""
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, handler)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_leaves_the_ranks_together_and_the_last_reference_ends_them(split_engine: Path) -> None:
     llm = LLM(split_engine, num_kv_blocks=32)
     (worker,) = workers(llm)
