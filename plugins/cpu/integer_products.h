@@ -48,23 +48,6 @@ struct GroupScales {
   }
 };
 
-// Columns of a 4-bit panel, all of one group, in int8, to `quads`.
-void widen_columns(const uint8_t* pairs, const Group& group, int64_t columns, int8_t* quads) {
-  for (int64_t k = 0; k < columns; k += 2 * kQuad, pairs += kQuadBytes, quads += 2 * kQuadBytes) {
-    prefetch(pairs);
-    const Pair pair = load_pair(pairs);
-    store_quad(quads, widen(low(pair), group));
-    store_quad(quads + kQuadBytes, widen(high(pair), group));
-  }
-}
-
-// All of a panel.
-void widen_panel(const Weight& weight, int64_t panel, int8_t* quads) {
-  const uint8_t *pairs = weight.pairs(panel), *groups = weight.panel_groups(panel);
-  for (int64_t k = 0; k < weight.depth; k += weight.group_size, groups += kPanelWidth)
-    widen_columns(pairs + k * kPanelWidth / 2, load_group(groups), weight.group_size, quads + k * kPanelWidth);
-}
-
 // y of one row and kLanes channels, from the sums of their products.
 Floats outputs(const Linear& op, const Floats& x_scale, int64_t channel, const Floats& sums) {
   const Floats y = sums * (x_scale * load(op.weight.scale + channel));
@@ -132,25 +115,22 @@ class Outputs {
   Totals totals_[Scaled ? Rows : 1][Scaled ? Panels : 1] = {};
 };
 
-// Panels that are multiplied together: their columns come in steps of two quads, ready for `add`. A missing last one is the one before
-// it once more.
+// Columns that are multiplied in one turn of a loop.
 constexpr int64_t kStep = 2 * kQuad;
-template <int Panels>
-using Step = Quad[2][Panels];
 
-// Panels in int8, `panel_bytes` apart.
+// Steps of panels in int8, `panel_bytes` apart.
 template <int Panels>
 class QuadSteps {
  public:
   QuadSteps(const int8_t* quads, int64_t panel_bytes, bool in_memory) : quads_(quads), panel_bytes_(panel_bytes), in_memory_(in_memory) {}
 
   void enter(int64_t) {}
-  void next(Step<Panels>& w) {
-    for (int n = 0; n < Panels; ++n) {
-      const int8_t* quads = quads_ + n * panel_bytes_;
-      if (in_memory_) prefetch(quads), prefetch(quads + kQuadBytes);
-      w[0][n] = prepared(load_quad(quads)), w[1][n] = prepared(load_quad(quads + kQuadBytes));
-    }
+  void part(int i, Part (&w)[Panels]) const {
+    for (int n = 0; n < Panels; ++n) w[n] = load_part(quads_ + n * panel_bytes_, i);
+  }
+  void advance() {
+    if (in_memory_)
+      for (int n = 0; n < Panels; ++n) prefetch(quads_ + n * panel_bytes_), prefetch(quads_ + n * panel_bytes_ + kQuadBytes);
     quads_ += 2 * kQuadBytes;
   }
 
@@ -160,34 +140,30 @@ class QuadSteps {
   const bool in_memory_;
 };
 
-// Panels of 4-bit codes, widened on their way.
-template <int Panels>
-class WideningSteps {
+// Where Rows rows of x are read: one pointer for three, since an address may be p, p + stride or p + 2 * stride. The empty asm hides how
+// the pointers are related: GCC would keep a distance for each row, more than there are registers.
+template <int Rows>
+class RowCursors {
  public:
-  WideningSteps(const Weight& weight, int64_t panel, int64_t panels, bool in_memory)
-      : pairs_(weight.pairs(panel)),
-        groups_(weight.panel_groups(panel)),
-        pairs_apart_(panels > 1 ? weight.panel_bytes() : 0),
-        groups_apart_(panels > 1 ? weight.num_groups() * kPanelWidth : 0),
-        in_memory_(in_memory) {}
-
-  void enter(int64_t g) {
-    for (int n = 0; n < Panels; ++n) group_[n] = prepared(load_group(groups_ + n * groups_apart_ + g * kPanelWidth));
+  RowCursors(const RoundedRows& x, int64_t row) : stride_(x.stride) {
+    for (int i = 0; i < kPointers; ++i) values_[i] = x.values + (row + 3 * i) * stride_;
   }
-  void next(Step<Panels>& w) {
-    for (int n = 0; n < Panels; ++n) {
-      if (in_memory_) prefetch(pairs_ + n * pairs_apart_);
-      const Pair pair = load_pair(pairs_ + n * pairs_apart_);
-      w[0][n] = widen(low(pair), group_[n]), w[1][n] = widen(high(pair), group_[n]);
+
+  const int8_t* operator[](int m) const { return values_[m / 3] + m % 3 * stride_; }
+
+  void advance(int64_t bytes) {
+#pragma GCC unroll 8
+    for (int i = 0; i < kPointers; ++i) {
+      const int8_t* next = values_[i] + bytes;
+      asm("" : "+r"(next));
+      values_[i] = next;
     }
-    pairs_ += kQuadBytes;
   }
 
  private:
-  const uint8_t *pairs_, *groups_;
-  const int64_t pairs_apart_, groups_apart_;
-  const bool in_memory_;
-  Group group_[Panels];
+  static constexpr int kPointers = (Rows + 2) / 3;
+  const int8_t* values_[kPointers];
+  const int64_t stride_;
 };
 
 // The products of Rows rows of x with Panels panels, whose columns are in groups of `columns`. Loops over rows and panels are unrolled
@@ -195,38 +171,33 @@ class WideningSteps {
 template <int Rows, int Panels, bool Scaled, class Steps>
 void multiply_block(const RoundedRows& x, int64_t row, int64_t depth, int64_t columns, Steps steps, Outputs<Rows, Panels, Scaled> y) {
   Products sums[Rows][Panels];
-  const auto clear = [&](const auto& sum_of_x) {
+  const auto each = [&](const auto& work) {
 #pragma GCC unroll 16
     for (int m = 0; m < Rows; ++m)
 #pragma GCC unroll 4
-      for (int n = 0; n < Panels; ++n) sums[m][n] = start(sum_of_x(m));
+      for (int n = 0; n < Panels; ++n) work(m, n);
   };
-  // One pointer for three rows, since an address may be p, p + stride or p + 2 * stride. The empty asm hides how the pointers are related:
-  // GCC would keep a distance for each row, more than there are registers.
-  const int64_t stride = x.stride;
-  constexpr int kPointers = (Rows + 2) / 3;
-  const int8_t* values[kPointers];
-  for (int i = 0; i < kPointers; ++i) values[i] = x.values + (row + 3 * i) * stride;
-  if constexpr (!Scaled) clear([&](int m) { return x.sum[row + m]; });
+  if constexpr (!Scaled) each([&](int m, int n) { sums[m][n] = start(x.sum[row + m]); });
+  RowCursors<Rows> values(x, row);
   for (int64_t g = 0; g * columns < depth; ++g) {
-    if constexpr (Scaled) clear([&](int m) { return y.sum_of_x(m, g); });
     steps.enter(g);
+    // What nothing else can reach stays in registers.
+    Products local[Rows][Panels];
+    each([&](int m, int n) { local[m][n] = Scaled ? start(y.sum_of_x(m, g)) : sums[m][n]; });
     for (int64_t left = columns / kStep; left > 0; --left) {
-      Step<Panels> w;
-      steps.next(w);
-#pragma GCC unroll 2
-      for (int i = 0; i < 2; ++i)
+#pragma GCC unroll 4
+      for (int i = 0; i < kStepParts; ++i) {
+        Part w[Panels];
+        steps.part(i, w);
 #pragma GCC unroll 16
         for (int m = 0; m < Rows; ++m)
 #pragma GCC unroll 4
-          for (int n = 0; n < Panels; ++n) add(sums[m][n], w[i][n], values[m / 3] + m % 3 * stride + i * kQuad);
-#pragma GCC unroll 8
-      for (int i = 0; i < kPointers; ++i) {
-        const int8_t* next = values[i] + kStep;
-        asm("" : "+r"(next));
-        values[i] = next;
+          for (int n = 0; n < Panels; ++n) add(local[m][n], w[n], values[m] + i * kPartBytes);
       }
+      steps.advance();
+      values.advance(kStepParts * kPartBytes);
     }
+    each([&](int m, int n) { sums[m][n] = local[m][n]; });
     if constexpr (Scaled) y.add_group(g, sums);
   }
   y.write(sums);
@@ -237,30 +208,30 @@ template <int Rows, bool Scaled>
 void multiply_codes(const Linear& op, const RoundedRows& x, int64_t row, int64_t panel) {
   const Weight& weight = op.weight;
   const uint8_t *pairs = weight.pairs(panel), *groups = weight.panel_groups(panel);
-  const int8_t* values = x.values + row * x.stride;
+  RowCursors<Rows> values(x, row);
+  const int32_t* minus_sums = x.minus_sums + row * x.num_runs;
   Outputs<Rows, 1, Scaled> y(op, x, row, panel, 1);
   Products sums[Rows][1];
   for (int m = 0; m < Rows; ++m) sums[m][0] = no_products();
-  for (int64_t g = 0; g < weight.num_groups(); ++g, groups += kPanelWidth) {
+  for (int64_t g = 0; g * weight.group_size < weight.depth; ++g, groups += kPanelWidth) {
     const CodeGroup group = load_code_group(groups);
-    for (int m = 0; m < Rows; ++m) {
-      if constexpr (Scaled) sums[m][0] = no_products();
-      subtract_offset(sums[m][0], group, y.sum_of_x(m, g));
-    }
-    for (int64_t left = weight.group_size / (2 * kQuad); left > 0; left -= kRunPairs) {
+    if constexpr (Scaled)
+      for (int m = 0; m < Rows; ++m) sums[m][0] = no_products();
+    for (int64_t left = weight.group_size / kStep; left > 0; left -= kRunSteps, ++minus_sums) {
       Dots dots[Rows];
-      for (int m = 0; m < Rows; ++m) dots[m] = no_dots();
-      const auto add_pair = [&] {
+#pragma GCC unroll 8
+      for (int m = 0; m < Rows; ++m) dots[m] = start_dots(group, minus_sums[m * x.num_runs]);
+      for (int64_t i = left < kRunSteps ? left : kRunSteps; i > 0; --i) {
         prefetch(pairs);
-        const Pair pair = load_pair(pairs);
-        for (int m = 0; m < Rows; ++m) add_codes(dots[m], low(pair), high(pair), values + m * x.stride);
-        pairs += kQuadBytes, values += 2 * kQuad;
-      };
-      if (left >= kRunPairs) {
-        for (int64_t i = 0; i < kRunPairs; ++i) add_pair();
-      } else {
-        for (int64_t i = 0; i < left; ++i) add_pair();
+        const auto both = load_codes(pairs);
+#pragma GCC unroll 8
+        for (int m = 0; m < Rows; ++m) add_codes(dots[m], low(both), values[m]);
+#pragma GCC unroll 8
+        for (int m = 0; m < Rows; ++m) add_codes(dots[m], high(both), values[m] + kQuad);
+        pairs += kQuadBytes;
+        values.advance(kStep);
       }
+#pragma GCC unroll 8
       for (int m = 0; m < Rows; ++m) add_dots(sums[m][0], dots[m], group);
     }
     if constexpr (Scaled) y.add_group(g, sums);
@@ -293,31 +264,20 @@ void multiply_all_rows(const Linear& op, const RoundedRows& x, int64_t first, in
   });
 }
 
+// Panels in int8, the first of them at `quads`.
 template <bool Scaled>
-void multiply_panels(const Linear& op, const RoundedRows& x, int64_t first, int64_t last, int8_t* scratch) {
-  const Weight& weight = op.weight;
-  const int64_t bytes = weight.depth * kPanelWidth;
-  const bool codes = weight.type == ElementType::kUint8;
-  if constexpr (kWideRows > 0) {
-    if (codes && op.rows <= kWideRows)
-      return multiply_all_rows<Scaled>(op, x, first, last, weight.group_size, [&](auto most, int64_t panel, int64_t panels, bool in_memory) {
-        return WideningSteps<most.value>(weight, panel, panels, in_memory);
-      });
-  }
-  if (codes)
-    for (int64_t panel = first; panel < last; ++panel) widen_panel(weight, panel, scratch + (panel - first) * bytes);
-  const int8_t* quads = codes ? scratch : weight.panel(first);
-  const int64_t columns = Scaled ? weight.group_size : weight.depth;
-  multiply_all_rows<Scaled>(op, x, first, last, columns, [&](auto most, int64_t panel, int64_t panels, bool in_memory) {
-    return QuadSteps<most.value>(quads + (panel - first) * bytes, panels > 1 ? bytes : 0, in_memory && !codes);
+void multiply_quads(const Linear& op, const RoundedRows& x, int64_t first, int64_t last, const int8_t* quads, bool in_memory) {
+  const int64_t bytes = op.weight.depth * kPanelWidth, columns = Scaled ? op.weight.group_size : op.weight.depth;
+  multiply_all_rows<Scaled>(op, x, first, last, columns, [&](auto most, int64_t panel, int64_t panels, bool first_rows) {
+    return QuadSteps<most.value>(quads + (panel - first) * bytes, panels > 1 ? bytes : 0, in_memory && first_rows);
   });
 }
 
 template <bool Scaled>
-void row_blocks(const Linear& op, const RoundedRows& x, int64_t first, int64_t last, int8_t* scratch) {
-  if (op.weight.type != ElementType::kUint8 || op.rows > kMostCodeRows) return multiply_panels<Scaled>(op, x, first, last, scratch);
-  for (int64_t panel = first; panel < last; ++panel)
-    in_blocks<kCodeRows>(0, op.rows, [&](auto rows, int64_t row) { multiply_codes<rows.value, Scaled>(op, x, row, panel); });
+void multiply_all_codes(const Linear& op, const RoundedRows& x, int64_t first, int64_t last) {
+  in_blocks<kCodeRows>(0, op.rows, [&](auto rows, int64_t row) {
+    for (int64_t panel = first; panel < last; ++panel) multiply_codes<rows.value, Scaled>(op, x, row, panel);
+  });
 }
 
 }  // namespace

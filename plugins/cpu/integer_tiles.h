@@ -3,6 +3,7 @@
 
 #include "integer_products.h"
 #include "tiles.h"
+#include "widened_codes.h"
 
 namespace qwenrt::QWENRT_ISA {
 namespace {
@@ -169,7 +170,7 @@ void cached_tiles(const Linear& op, const RoundedRows& x, int64_t first, int64_t
   const int64_t bytes = op.weight.depth * kPanelWidth;
   const int8_t* panels = op.weight.panel(first);
   if (op.weight.type == ElementType::kUint8) {
-    for (int64_t panel = first; panel < last; ++panel) widen_panel(op.weight, panel, scratch + (panel - first) * bytes);
+    widen_panels(op.weight, first, last, scratch);
     finish_stores();
     panels = scratch;
   }

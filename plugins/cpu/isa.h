@@ -26,8 +26,9 @@ struct Isa {
   // out = silu(gate) * up.
   void (*swiglu)(const float* gate, const float* up, float* out, int64_t count);
 
-  // The same for integer weights: a row of x to int8, its values filled up with zeros; and panels [first, last) of y. `scratch`:
-  // integer_scratch(op, last - first) bytes.
+  // The same for integer weights: a row of x rounded to integers, as `rounding` says; and panels [first, last) of y. `scratch`:
+  // integer_scratch(isa, op, last - first) bytes.
+  Rounding rounding;
   void (*round_row)(const float* x, int64_t depth, const RoundedRows& rows, int64_t row);
   void (*integer_panels)(const Linear& op, const RoundedRows& x, int64_t first, int64_t last, int8_t* scratch);
 
@@ -63,9 +64,10 @@ inline int64_t tile_scratch(int64_t rows, int64_t channels) {
   return tile_sums(rows, channels) + (channels + 15) / 16 * 16 * kTileChunk / 2;
 }
 
-// The panels in int8.
-inline int64_t integer_scratch(const Linear& op, int64_t panels) {
-  return op.weight.type == ElementType::kUint8 ? panels * op.weight.depth * kPanelWidth : 0;
+// The panels in int8, where so many rows do not meet codes as they are.
+inline int64_t integer_scratch(const Isa& kernels, const Linear& op, int64_t panels) {
+  const bool widened = op.weight.type == ElementType::kUint8 && op.rows > kernels.rounding.most_code_rows;
+  return widened ? panels * op.weight.depth * kPanelWidth : 0;
 }
 // Rows of x that a kernel may read beyond the last, to fill a tile.
 constexpr int64_t kRowsUnit = 16;

@@ -13,7 +13,7 @@ namespace qwenrt {
 extern const Isa kAmx;
 const Isa kAmx = {"amx", amx::kLanes,
     amx::linear_columns, amx::split_rows, amx::tiled_columns, amx::lora_columns, amx::swiglu,
-    amx::round_row, amx::integer_panels,
+    amx::kRounding, amx::round_row, amx::integer_panels,
     amx::block_peaks, amx::sampling_weights,
     amx::prepare_token, amx::attend, amx::attend_chunk, amx::merge_chunks};
 

@@ -12,7 +12,7 @@ namespace qwenrt {
 extern const Isa kAvx2;
 const Isa kAvx2 = {"avx2", avx2::kLanes,
     avx2::linear_columns, nullptr, nullptr, avx2::lora_columns, avx2::swiglu,
-    avx2::round_row, avx2::integer_panels,
+    avx2::kRounding, avx2::round_row, avx2::integer_panels,
     avx2::block_peaks, avx2::sampling_weights,
     avx2::prepare_token, avx2::attend, avx2::attend_chunk, avx2::merge_chunks};
 

@@ -12,7 +12,7 @@ namespace qwenrt {
 extern const Isa kPortable;
 const Isa kPortable = {"portable", portable::kLanes,
     portable::linear_columns, nullptr, nullptr, portable::lora_columns, portable::swiglu,
-    portable::round_row, portable::integer_panels,
+    portable::kRounding, portable::round_row, portable::integer_panels,
     portable::block_peaks, portable::sampling_weights,
     portable::prepare_token, portable::attend, portable::attend_chunk, portable::merge_chunks};
 

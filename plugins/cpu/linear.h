@@ -91,26 +91,47 @@ struct Embedding {
   int64_t depth;
 };
 
-// Rows of x rounded to int8: x = values * scale. Rows follow one another every `stride` bytes, zeros beyond the depth.
-struct RoundedRows {
-  int8_t* values;  // [rows, stride]
-  float* scale;    // [rows]; NaN for a row that is not finite
-  int32_t* sum;    // [rows]: of the values
-  int32_t* group_sums;  // [rows, num_groups]: of the values that meet a group of weights
-  int64_t stride;
-  int64_t num_groups;
+// How the kernels of an instruction set want rows of x for integer weights.
+struct Rounding {
+  bool words;              // with int8 weights: as words, of each quad the even ones before the odd ones
+  int64_t most_code_rows;  // up to so many rows meet 4-bit codes as they are
+  int64_t run_columns;     // and need sums of runs of so many columns of a group, or what is left of it
+};
 
+// Rows of x rounded to integers within +-127: x = values * scale. Rows follow one another every `stride` bytes, zeros beyond the depth.
+struct RoundedRows {
+  int8_t* values = nullptr;       // [rows, stride]
+  float* scale = nullptr;         // [rows]; NaN for a row that is not finite
+  int32_t* sum = nullptr;         // [rows]: of the values
+  int32_t* group_sums = nullptr;  // [rows, num_groups]: of the values that meet a group of weights with a scale of its own
+  int32_t* minus_sums = nullptr;  // [rows, num_runs]: what a kernel needs of the values that meet a run of codes
+  bool words = false;
+  int64_t stride = 0, group_size = 0, num_groups = 0, run_columns = 0, num_runs = 0;
+
+  RoundedRows() = default;
+  // For products of up to `rows` rows.
+  RoundedRows(const Weight& weight, const Rounding& rounding, int64_t rows)
+      : words(rounding.words && weight.type == ElementType::kInt8), stride(weight.depth * (words ? 2 : 1)), group_size(weight.group_size) {
+    if (weight.group_scale != nullptr) num_groups = weight.num_groups();
+    if (weight.type != ElementType::kUint8 || rows > rounding.most_code_rows) return;
+    run_columns = rounding.run_columns;
+    num_runs = weight.num_groups() * ((group_size + run_columns - 1) / run_columns);
+  }
+
+  // What `rows` rows take, which begins at a float.
+  int64_t bytes(int64_t rows) const { return rows * (stride + (2 + num_groups + num_runs) * static_cast<int64_t>(sizeof(int32_t))); }
+  void place(int8_t* memory, int64_t rows) {
+    values = memory;
+    scale = reinterpret_cast<float*>(memory + rows * stride);
+    sum = reinterpret_cast<int32_t*>(scale + rows);
+    group_sums = sum + rows;
+    minus_sums = group_sums + rows * num_groups;
+  }
   RoundedRows from(int64_t row) const {
-    return {values + row * stride, scale + row, sum + row, group_sums + row * num_groups, stride, num_groups};
-  }
-  // What `rows` rows take, aligned to an int32.
-  static int64_t bytes(int64_t rows, int64_t stride, int64_t num_groups) {
-    return rows * (stride + (2 + num_groups) * static_cast<int64_t>(sizeof(int32_t)));
-  }
-  static RoundedRows in(int8_t* memory, int64_t rows, int64_t stride, int64_t num_groups) {
-    float* scale = reinterpret_cast<float*>(memory + rows * stride);
-    int32_t* sum = reinterpret_cast<int32_t*>(scale + rows);
-    return {memory, scale, sum, sum + rows, stride, num_groups};
+    RoundedRows rows = *this;
+    rows.values += row * stride, rows.scale += row, rows.sum += row;
+    rows.group_sums += row * num_groups, rows.minus_sums += row * num_runs;
+    return rows;
   }
 };
 

@@ -5,12 +5,9 @@
 
 #include "attention.h"
 #include "lanes.h"
-#include "linear.h"
+#include "rounding.h"
 
 namespace qwenrt::QWENRT_ISA {
-
-void round_row(const float* x, int64_t depth, const RoundedRows& rows, int64_t row);
-
 namespace {
 
 // RMSNorm (if there is a weight) and half-split rotation of a head, times `factor`, to `out`. x and out may be the same.
@@ -46,9 +43,8 @@ void write_row(const float* from, int64_t width, T* to) {
 }
 
 void write_row(const float* from, int64_t width, int8_t* to) {
-  float scale;
-  int32_t sum;
-  round_row(from, width, {to, &scale, &sum, &sum, width, 0}, 0);
+  std::memset(to, 0, static_cast<size_t>(width));
+  const float scale = round_values(from, width, [&](int64_t d, const Ints& whole) { store_bytes(to + d, whole); });
   std::memcpy(to + width, &scale, sizeof scale);
 }
 

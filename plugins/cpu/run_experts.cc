@@ -111,11 +111,11 @@ class Experts {
     up_.x = x, down_.x = gate_up_ + rows * 2 * op.inner;
     if (integers_) {
       const int64_t most = rows + kRowsUnit;
-      const int64_t x_bytes = rounded_bytes(most, op.gate_up);
-      bytes_ = lines(x_bytes + rounded_bytes(most, op.down));
-      int8_t* bytes = bytes_[0].bytes;
-      up_.rounded = RoundedRows::in(bytes, most, op.gate_up.depth, op.gate_up.num_groups());
-      down_.rounded = RoundedRows::in(bytes + x_bytes, most, op.down.depth, op.down.num_groups());
+      // An expert may have a single row.
+      up_.rounded = RoundedRows(op.gate_up, kernels_.rounding, 1), down_.rounded = RoundedRows(op.down, kernels_.rounding, 1);
+      const int64_t x_bytes = (up_.rounded.bytes(most) + 63) / 64 * 64;
+      bytes_ = lines(x_bytes + down_.rounded.bytes(most));
+      up_.rounded.place(bytes_[0].bytes, most), down_.rounded.place(bytes_[0].bytes + x_bytes, most);
     }
     for (Product* product : {&up_, &down_}) product->tiled = fits_tiles(kernels_, product->weight.type, product->depth);
     const auto words = [&](const Product& product) { return product.tiled ? SplitRows(1, product.depth).count(2 * rows) : 0; };
@@ -137,11 +137,6 @@ class Experts {
  private:
   static std::unique_ptr<CacheLine[]> lines(int64_t bytes) {
     return std::unique_ptr<CacheLine[]>(new CacheLine[(static_cast<size_t>(bytes) + sizeof(CacheLine) - 1) / sizeof(CacheLine)]);
-  }
-
-  // A multiple of 64, as integer weights' depth is.
-  static int64_t rounded_bytes(int64_t rows, const Weight& weight) {
-    return (RoundedRows::bytes(rows, weight.depth, weight.num_groups()) + 63) / 64 * 64;
   }
 
   // The product of an expert's rows with its part of the weights; `base` is where the batch begins.
@@ -183,8 +178,8 @@ class Experts {
 
   int64_t scratch_bytes(const Batch& batch, const Product& product) const {
     if (product.tiled) return tile_scratch(most_rows(batch), task_columns(batch, product)) * static_cast<int64_t>(sizeof(float));
-    const Linear op{nullptr, product.weight, nullptr, nullptr, 0, 0};
-    return integers_ ? integer_scratch(op, kTaskColumns / kPanelWidth) : 0;
+    const Linear op{nullptr, product.weight, nullptr, nullptr, most_rows(batch), 0};
+    return integers_ ? integer_scratch(kernels_, op, kTaskColumns / kPanelWidth) : 0;
   }
 
   template <class Work>

@@ -14,9 +14,9 @@ constexpr int64_t kMostTaskPanels = 16;  // lie in a second-level cache
 constexpr int64_t kSerialRows = 4;  // handing so few rows to other threads costs more than rounding them
 
 RoundedRows round_rows(const Linear& op, const Isa& kernels, const Parallel& parallel) {
-  const int64_t rows = (op.rows + kRowsUnit - 1) / kRowsUnit * kRowsUnit, stride = op.weight.depth, groups = op.weight.num_groups();
-  int8_t* memory = thread_scratch<RoundedRows>(RoundedRows::bytes(rows, stride, groups));
-  const RoundedRows x = RoundedRows::in(memory, rows, stride, groups);
+  const int64_t rows = (op.rows + kRowsUnit - 1) / kRowsUnit * kRowsUnit;
+  RoundedRows x(op.weight, kernels.rounding, op.rows);
+  x.place(thread_scratch<RoundedRows>(x.bytes(rows)), rows);
   const auto round = [&](int64_t row) { kernels.round_row(op.x + row * op.depth, op.depth, x, row); };
   if (op.rows <= kSerialRows) {
     for (int64_t row = 0; row < op.rows; ++row) round(row);
@@ -31,7 +31,7 @@ void run_integer_linear(const Linear& op, const Isa& kernels, const Parallel& pa
   // An even number, since some kernels take panels two by two; and a few tasks for every thread.
   const int64_t panels = op.weight.panels(), share = panels / (16 * parallel.threads) / 2 * 2;
   const int64_t task_panels = std::clamp(share, int64_t{2}, kMostTaskPanels);
-  run_with_scratch<int8_t>(parallel, (panels + task_panels - 1) / task_panels, integer_scratch(op, task_panels), [&](int64_t task, int8_t* scratch) {
+  run_with_scratch<int8_t>(parallel, (panels + task_panels - 1) / task_panels, integer_scratch(kernels, op, task_panels), [&](int64_t task, int8_t* scratch) {
     const int64_t first = task * task_panels;
     kernels.integer_panels(op, x, first, std::min(first + task_panels, panels), scratch);
   });
