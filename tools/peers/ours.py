@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from pathlib import Path
 
+from qwenrt.plugins.library import cpu_library
 from qwenrt.runtime import LLM, EngineDir
 from qwenrt.tools.bench.workloads import Workload
 from qwenrt.tools.load.offline import EngineWork, run_offline
@@ -17,6 +19,9 @@ class Ours:
 
     def __init__(self, model: Path, threads: int, workload: Workload) -> None:
         self.pid = os.getpid()
+        isa = os.environ.get("PEERS_ISA")
+        if isa and ctypes.CDLL(str(cpu_library())).qwenrt_set_isa(isa.encode()):
+            raise SystemExit(f"this machine lacks {isa}")
         block_size = EngineDir.open(model).manifest.block_size
         # Room for the workload, as the rivals have it, and for the last run's blocks that the prefix cache keeps.
         blocks = 2 * workload.sequences * -(-workload.length // block_size)

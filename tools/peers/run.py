@@ -22,6 +22,7 @@ from .report import report
 from .weights import MAKERS
 
 OURS = "qwenrt"
+LIMITABLE = ["llama", OURS]
 
 
 def commands(dir: Path, engines: list[Path]) -> dict[tuple[str, str], list[str]]:
@@ -48,13 +49,18 @@ def main() -> None:
     parser.add_argument("--weights", action="append", choices=["float32", "int8", "int4"])
     parser.add_argument("--workload", action="append", choices=WORKLOADS)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--avx2", action="store_true", help="as if the processor had no wider instructions; of those who can be told")
     options = parser.parse_args()
+    if options.avx2:
+        options.who = [who for who in options.who or LIMITABLE if who in LIMITABLE]
     results: list[dict[str, Any]] = json.loads(options.results.read_text()) if options.results.exists() else []
     tools = str(Path(__file__).parents[1])
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, [tools, os.environ.get("PYTHONPATH")])),
-        "LLAMA_SERVER": str(options.dir.resolve() / "llama-build/bin/llama-server"),
+        "LLAMA_SERVER": str(options.dir.resolve() / ("llama-avx2-build" if options.avx2 else "llama-build") / "bin/llama-server"),
     }
+    if options.avx2:
+        environment["PEERS_ISA"] = "avx2"
     for (who, weights), command in commands(options.dir.resolve(), options.engines).items():
         if who in (options.who or [who]) and weights in (options.weights or [weights]):
             for workload in options.workload or WORKLOADS:

