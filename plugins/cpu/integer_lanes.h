@@ -68,7 +68,8 @@ inline Dots start_dots(const CodeGroup& g, int32_t minus_sum) { return _mm512_mu
 inline void add_codes(Dots& dots, Codes codes, const int8_t* x) { add(dots, codes, x); }
 inline Products no_products() { return _mm512_setzero_si512(); }
 inline void add_dots(Products& sums, const Dots& dots, const CodeGroup& g) { sums = _mm512_dpwssd_epi32(sums, dots, g.multiplier); }
-constexpr int64_t kCodeRows = 3, kMostCodeRows = 3;
+constexpr int kCodeRows = 3;
+constexpr int64_t kMostCodeRows = 3;
 
 #elif defined(__AVX2__)
 
@@ -153,7 +154,8 @@ inline Products no_products() { return start(0); }
 inline void add_dots(Products& sums, const Dots& dots, const CodeGroup& g) {
   for (int i = 0; i < 2; ++i) sums.half[i] = _mm256_add_epi32(sums.half[i], _mm256_madd_epi16(dots.half[i], g.multiplier.half[i]));
 }
-constexpr int64_t kCodeRows = 4, kMostCodeRows = INT64_MAX;
+constexpr int kCodeRows = 4;
+constexpr int64_t kMostCodeRows = INT64_MAX;
 
 #else
 
@@ -219,7 +221,8 @@ inline void add_dots(Products& sums, const Dots& dots, const CodeGroup& g) {
   for (int n = 0; n < kPanelWidth; ++n)
     sums.value[n] = static_cast<int32_t>(static_cast<uint32_t>(sums.value[n]) + static_cast<uint32_t>(g.multiplier[n] * dots.value[n]));
 }
-constexpr int64_t kCodeRows = 4, kMostCodeRows = INT64_MAX;
+constexpr int kCodeRows = 4;
+constexpr int64_t kMostCodeRows = INT64_MAX;
 
 #endif
 

@@ -14,15 +14,15 @@ namespace qwenrt::QWENRT_ISA {
 namespace {
 
 template <bool Scaled>
-void multiply_panels(const Linear& op, const RoundedRows& x, int64_t first, int64_t last, int8_t* scratch) {
-  if (op.weight.type == ElementType::kInt8) return multiply_quads<Scaled>(op, x, first, last, op.weight.panel(first), true);
+void multiply_panels(const Linear& op, const RoundedRows& x, const PanelTask& task, int8_t* scratch) {
+  if (op.weight.type == ElementType::kInt8) return multiply_quads<Scaled>(op, x, task);
 #if defined(__AVX512VNNI__)
-  if (op.rows > kMostCodeRows) return multiply_widened<Scaled>(op, x, first, last, scratch);
+  if (op.rows > kMostCodeRows) return multiply_widened<Scaled>(op, x, task, scratch);
 #else
   static_assert(kMostCodeRows == INT64_MAX);
   static_cast<void>(scratch);
 #endif
-  multiply_all_codes<Scaled>(op, x, first, last);
+  multiply_all_codes<Scaled>(op, x, task);
 }
 
 // The sum of `count` values.
@@ -41,12 +41,12 @@ int32_t sum_values(const int8_t* bytes, int64_t count) {
 
 constexpr Rounding kRounding{kWords, kMostCodeRows, kRunSteps * kStep};
 
-void integer_panels(const Linear& op, const RoundedRows& x, int64_t first, int64_t last, int8_t* scratch) {
+void integer_panels(const Linear& op, const RoundedRows& x, const PanelTask& task, int8_t* scratch) {
 #if defined(__AMX_INT8__)
-  if (op.rows >= kFewestTileRows) return tiled_panels(op, x, first, last, scratch);
+  if (op.rows >= kFewestTileRows) return tiled_panels(op, x, task, scratch);
 #endif
-  if (op.weight.group_scale != nullptr) return multiply_panels<true>(op, x, first, last, scratch);
-  multiply_panels<false>(op, x, first, last, scratch);
+  if (op.weight.group_scale != nullptr) return multiply_panels<true>(op, x, task, scratch);
+  multiply_panels<false>(op, x, task, scratch);
 }
 
 void round_row(const float* x, int64_t depth, const RoundedRows& rows, int64_t row) {

@@ -11,12 +11,45 @@ namespace {
 
 // How far ahead of their use weights are called for, there being too much work between them for the processor to look so far itself:
 // from memory to the second-level cache, and from that to the first, which has too few places for all that is on its way from memory.
-constexpr int64_t kFarBytes = 4096, kNearBytes = 256;
+constexpr int64_t kFarBytes = 4096, kNearBytes = 256, kLine = 64;
 
 void prefetch(const void* p) {
   __builtin_prefetch(static_cast<const char*>(p) + kFarBytes, 0, 2);
   __builtin_prefetch(static_cast<const char*>(p) + kNearBytes, 0, 3);
 }
+
+// What is called for while panels are read: nothing; they themselves; or others, so that memory does not rest while these are in a cache.
+class Ahead {
+ public:
+  Ahead() = default;
+  static Ahead themselves() {
+    Ahead ahead;
+    ahead.themselves_ = true;
+    return ahead;
+  }
+  // The i-th of `parts` parts of `bytes` bytes, while `lines` lines are read.
+  static Ahead others(const void* data, int64_t bytes, int64_t i, int64_t parts, int64_t lines) {
+    Ahead ahead;
+    ahead.at_ = static_cast<const char*>(data) + bytes / parts * i;
+    ahead.step_ = (bytes + parts * lines - 1) / (parts * lines);
+    return ahead;
+  }
+
+  // To be called with every line that is read.
+  void next(const void* line) {
+    if (themselves_) {
+      prefetch(line);
+    } else if (at_ != nullptr) {
+      __builtin_prefetch(at_, 0, 2);
+      at_ += step_;
+    }
+  }
+
+ private:
+  bool themselves_ = false;
+  const char* at_ = nullptr;
+  int64_t step_ = 0;
+};
 
 // Sums of a panel's channels in float32, where groups have scales of their own.
 struct Totals {
@@ -122,22 +155,21 @@ constexpr int64_t kStep = 2 * kQuad;
 template <int Panels>
 class QuadSteps {
  public:
-  QuadSteps(const int8_t* quads, int64_t panel_bytes, bool in_memory) : quads_(quads), panel_bytes_(panel_bytes), in_memory_(in_memory) {}
+  QuadSteps(const int8_t* quads, int64_t panel_bytes, const Ahead& ahead) : quads_(quads), panel_bytes_(panel_bytes), ahead_(ahead) {}
 
   void enter(int64_t) {}
   void part(int i, Part (&w)[Panels]) const {
     for (int n = 0; n < Panels; ++n) w[n] = load_part(quads_ + n * panel_bytes_, i);
   }
   void advance() {
-    if (in_memory_)
-      for (int n = 0; n < Panels; ++n) prefetch(quads_ + n * panel_bytes_), prefetch(quads_ + n * panel_bytes_ + kQuadBytes);
+    for (int n = 0; n < Panels; ++n) ahead_.next(quads_ + n * panel_bytes_), ahead_.next(quads_ + n * panel_bytes_ + kQuadBytes);
     quads_ += 2 * kQuadBytes;
   }
 
  private:
   const int8_t* quads_;
   const int64_t panel_bytes_;
-  const bool in_memory_;
+  Ahead ahead_;
 };
 
 // Where Rows rows of x are read: one pointer for three, since an address may be p, p + stride or p + 2 * stride. The empty asm hides how
@@ -205,7 +237,7 @@ void multiply_block(const RoundedRows& x, int64_t row, int64_t depth, int64_t co
 
 // The products of Rows rows of x with a 4-bit panel, straight from the codes.
 template <int Rows, bool Scaled>
-void multiply_codes(const Linear& op, const RoundedRows& x, int64_t row, int64_t panel) {
+void multiply_codes(const Linear& op, const RoundedRows& x, int64_t row, int64_t panel, Ahead ahead) {
   const Weight& weight = op.weight;
   const uint8_t *pairs = weight.pairs(panel), *groups = weight.panel_groups(panel);
   RowCursors<Rows> values(x, row);
@@ -222,7 +254,7 @@ void multiply_codes(const Linear& op, const RoundedRows& x, int64_t row, int64_t
 #pragma GCC unroll 8
       for (int m = 0; m < Rows; ++m) dots[m] = start_dots(group, minus_sums[m * x.num_runs]);
       for (int64_t i = left < kRunSteps ? left : kRunSteps; i > 0; --i) {
-        prefetch(pairs);
+        ahead.next(pairs);
         const auto both = load_codes(pairs);
 #pragma GCC unroll 8
         for (int m = 0; m < Rows; ++m) add_codes(dots[m], low(both), values[m]);
@@ -239,44 +271,65 @@ void multiply_codes(const Linear& op, const RoundedRows& x, int64_t row, int64_t
   y.write(sums);
 }
 
-// Panels [first, last) by the block of Rows rows from `row` on. get_steps makes the steps of that many panels from one on; in_memory says
-// that no rows before these have brought them to a cache.
-template <int Rows, int Panels, bool Scaled, class GetSteps>
-void multiply_rows(const Linear& op, const RoundedRows& x, int64_t row, int64_t first, int64_t last, int64_t columns, const GetSteps& get_steps) {
-  for (int64_t panel = first; panel < last; panel += Panels) {
-    const int64_t panels = last - panel < Panels ? last - panel : Panels;
-    multiply_block(x, row, op.weight.depth, columns, get_steps(Count<Panels>{}, panel, panels, row == 0),
-                   Outputs<Rows, Panels, Scaled>(op, x, row, panel, panels));
-  }
+// Up to so many rows are done while memory brings the next panels; with more, that would be soon over.
+constexpr int64_t kFewRows = 64;
+
+// The panels of a task, Panels at a time, by all rows, Rows at a time: calls work(Count<rows>, row, panel, panels, ahead). A block of rows
+// finds x in the first-level cache and the panels in the second, and writes y in long stretches.
+template <int Rows, int Panels, class Work>
+void for_blocks(const Linear& op, const PanelTask& task, const Work& work) {
+  const Weight& weight = op.weight;
+  const int64_t blocks = (task.last - task.first + Panels - 1) / Panels, parts = (op.rows - 1) / Rows * blocks;
+  const bool others = task.next < task.next_last && op.rows <= kFewRows;
+  int64_t part = -blocks;  // the first rows bring the panels themselves
+  in_blocks<Rows>(0, op.rows, [&](auto rows, int64_t row) {
+    for (int64_t panel = task.first; panel < task.last; panel += Panels, ++part) {
+      const int64_t panels = task.last - panel < Panels ? task.last - panel : Panels, lines = panels * weight.panel_bytes() / kLine;
+      Ahead ahead;
+      if (row == 0) {
+        ahead = Ahead::themselves();
+      } else if (others) {
+        ahead = Ahead::others(weight.panel(task.next), (task.next_last - task.next) * weight.panel_bytes(), part, parts, lines);
+      }
+      work(rows, row, panel, panels, ahead);
+    }
+  });
 }
 
-// By all rows. A block of them finds x in the first-level cache and the panels, which are a task's, in the second, and writes y in long
-// stretches. Up to kWideRows rows go in one pass, with what is beyond them computed and left out: while the first of several passes waits
-// for memory, the others have nothing to do.
+// Panels of a task by all rows. get_steps makes the steps of that many panels from one on. Up to kWideRows rows go in one pass, with what
+// is beyond them computed and left out.
 template <bool Scaled, class GetSteps>
-void multiply_all_rows(const Linear& op, const RoundedRows& x, int64_t first, int64_t last, int64_t columns, const GetSteps& get_steps) {
+void multiply_all_rows(const Linear& op, const RoundedRows& x, const PanelTask& task, int64_t columns, const GetSteps& get_steps) {
+  const auto multiply = [&](auto rows, auto most, int64_t row, int64_t panel, int64_t panels, const Ahead& ahead) {
+    multiply_block(x, row, op.weight.depth, columns, get_steps(most, panel, panels, ahead),
+                   Outputs<rows.value, most.value, Scaled>(op, x, row, panel, panels));
+  };
   if constexpr (kWideRows > 0) {
     static_assert(kWideRows <= kRowsUnit);
-    if (op.rows > kBlockRows && op.rows <= kWideRows) return multiply_rows<kWideRows, 1, Scaled>(op, x, 0, first, last, columns, get_steps);
+    if (op.rows > kBlockRows && op.rows <= kWideRows) {
+      for (int64_t panel = task.first; panel < task.last; ++panel) multiply(Count<kWideRows>{}, Count<1>{}, 0, panel, 1, Ahead::themselves());
+      return;
+    }
   }
-  in_blocks<kBlockRows>(0, op.rows, [&](auto rows, int64_t row) {
-    multiply_rows<rows.value, kBlockPanels, Scaled>(op, x, row, first, last, columns, get_steps);
+  for_blocks<kBlockRows, kBlockPanels>(op, task, [&](auto rows, int64_t row, int64_t panel, int64_t panels, const Ahead& ahead) {
+    multiply(rows, Count<kBlockPanels>{}, row, panel, panels, ahead);
   });
 }
 
-// Panels in int8, the first of them at `quads`.
+// Panels of int8.
 template <bool Scaled>
-void multiply_quads(const Linear& op, const RoundedRows& x, int64_t first, int64_t last, const int8_t* quads, bool in_memory) {
-  const int64_t bytes = op.weight.depth * kPanelWidth, columns = Scaled ? op.weight.group_size : op.weight.depth;
-  multiply_all_rows<Scaled>(op, x, first, last, columns, [&](auto most, int64_t panel, int64_t panels, bool first_rows) {
-    return QuadSteps<most.value>(quads + (panel - first) * bytes, panels > 1 ? bytes : 0, in_memory && first_rows);
-  });
+void multiply_quads(const Linear& op, const RoundedRows& x, const PanelTask& task) {
+  const Weight& weight = op.weight;
+  multiply_all_rows<Scaled>(op, x, task, Scaled ? weight.group_size : weight.depth,
+                            [&](auto most, int64_t panel, int64_t panels, const Ahead& ahead) {
+                              return QuadSteps<most.value>(weight.panel(panel), panels > 1 ? weight.panel_bytes() : 0, ahead);
+                            });
 }
 
 template <bool Scaled>
-void multiply_all_codes(const Linear& op, const RoundedRows& x, int64_t first, int64_t last) {
-  in_blocks<kCodeRows>(0, op.rows, [&](auto rows, int64_t row) {
-    for (int64_t panel = first; panel < last; ++panel) multiply_codes<rows.value, Scaled>(op, x, row, panel);
+void multiply_all_codes(const Linear& op, const RoundedRows& x, const PanelTask& task) {
+  for_blocks<kCodeRows, 1>(op, task, [&](auto rows, int64_t row, int64_t panel, int64_t, const Ahead& ahead) {
+    multiply_codes<rows.value, Scaled>(op, x, row, panel, ahead);
   });
 }
 

@@ -183,13 +183,13 @@ void cached_tiles(const Linear& op, const RoundedRows& x, int64_t first, int64_t
   }
 }
 
-void tiled_panels(const Linear& op, const RoundedRows& x, int64_t first, int64_t last, int8_t* scratch) {
+void tiled_panels(const Linear& op, const RoundedRows& x, const PanelTask& task, int8_t* scratch) {
   const TileConfig config = config_for(tile_columns(op.weight));
   _tile_loadconfig(&config);
   if (op.weight.type == ElementType::kUint8 && op.rows <= 2 * kTile && groups_fit_units(op.weight)) {
-    widening_tiles(op, x, first, last);
+    widening_tiles(op, x, task.first, task.last);
   } else {
-    cached_tiles(op, x, first, last, scratch);
+    cached_tiles(op, x, task.first, task.last, scratch);
   }
   _tile_release();
 }

@@ -26,11 +26,11 @@ struct Isa {
   // out = silu(gate) * up.
   void (*swiglu)(const float* gate, const float* up, float* out, int64_t count);
 
-  // The same for integer weights: a row of x rounded to integers, as `rounding` says; and panels [first, last) of y. `scratch`:
-  // integer_scratch(isa, op, last - first) bytes.
+  // The same for integer weights: a row of x rounded to integers, as `rounding` says; and a task's panels of y. `scratch`:
+  // integer_scratch(isa, op, panels of the task) bytes.
   Rounding rounding;
   void (*round_row)(const float* x, int64_t depth, const RoundedRows& rows, int64_t row);
-  void (*integer_panels)(const Linear& op, const RoundedRows& x, int64_t first, int64_t last, int8_t* scratch);
+  void (*integer_panels)(const Linear& op, const RoundedRows& x, const PanelTask& task, int8_t* scratch);
 
   // The largest of each `size` (of kPeakUnit) of `count` logits, NaN where one of them is NaN; and e^((x - peak) * scale), peak the largest x.
   void (*block_peaks)(const float* x, int64_t count, int64_t size, float* peaks);

@@ -135,6 +135,12 @@ struct RoundedRows {
   }
 };
 
+// Panels [first, last) of a weight, and those that the same thread will probably have next, for memory to bring meanwhile.
+struct PanelTask {
+  int64_t first, last;
+  int64_t next = 0, next_last = 0;
+};
+
 // Tiles of bfloat16 take x in groups of up to 16 rows, in steps of 32 columns, and every number of it in three parts.
 constexpr int64_t kGroupRows = 16;
 constexpr int64_t kTileStep = 32;

@@ -158,7 +158,7 @@ class Experts {
   // y of columns [first, last), of which with integers first is the start of a panel.
   void multiply(int64_t base, int64_t expert, const Product& product, const Linear& op, int64_t first, int64_t last, int8_t* scratch) const {
     if (integers_) {
-      kernels_.integer_panels(op, product.rounded.from(row_of(base, expert)), first / kPanelWidth, (last + kPanelWidth - 1) / kPanelWidth, scratch);
+      kernels_.integer_panels(op, product.rounded.from(row_of(base, expert)), {first / kPanelWidth, (last + kPanelWidth - 1) / kPanelWidth}, scratch);
     } else if (product.tiled) {
       kernels_.tiled_columns(op, parts(base, expert, product), first, last, reinterpret_cast<float*>(scratch));
     } else {

@@ -32,8 +32,9 @@ void run_integer_linear(const Linear& op, const Isa& kernels, const Parallel& pa
   const int64_t panels = op.weight.panels(), share = panels / (16 * parallel.threads) / 2 * 2;
   const int64_t task_panels = std::clamp(share, int64_t{2}, kMostTaskPanels);
   run_with_scratch<int8_t>(parallel, (panels + task_panels - 1) / task_panels, integer_scratch(kernels, op, task_panels), [&](int64_t task, int8_t* scratch) {
-    const int64_t first = task * task_panels;
-    kernels.integer_panels(op, x, first, std::min(first + task_panels, panels), scratch);
+    const auto start = [&](int64_t i) { return std::min(i * task_panels, panels); };
+    const int64_t next = task + parallel.threads;
+    kernels.integer_panels(op, x, {start(task), start(task + 1), start(next), start(next + 1)}, scratch);
   });
 }
 

@@ -47,12 +47,12 @@ void widen_panels(const Weight& weight, int64_t first, int64_t last, int8_t* qua
 template <int Panels>
 class WideningSteps {
  public:
-  WideningSteps(const Weight& weight, int64_t panel, int64_t panels, bool in_memory)
+  WideningSteps(const Weight& weight, int64_t panel, int64_t panels, const Ahead& ahead)
       : pairs_(weight.pairs(panel)),
         groups_(weight.panel_groups(panel)),
         pairs_apart_(panels > 1 ? weight.panel_bytes() : 0),
         groups_apart_(panels > 1 ? weight.num_groups() * kPanelWidth : 0),
-        in_memory_(in_memory) {}
+        ahead_(ahead) {}
 
   void enter(int64_t g) {
     for (int n = 0; n < Panels; ++n) group_[n] = raised(load_group(groups_ + n * groups_apart_ + g * kPanelWidth));
@@ -64,28 +64,32 @@ class WideningSteps {
     }
   }
   void advance() {
-    if (in_memory_)
-      for (int n = 0; n < Panels; ++n) prefetch(pairs_ + n * pairs_apart_);
+    for (int n = 0; n < Panels; ++n) ahead_.next(pairs_ + n * pairs_apart_);
     pairs_ += kQuadBytes;
   }
 
  private:
   const uint8_t *pairs_, *groups_;
   const int64_t pairs_apart_, groups_apart_;
-  const bool in_memory_;
+  Ahead ahead_;
   Group group_[Panels];
 };
 
-// Panels [first, last) of codes. Up to kWideRows rows are done in one pass, for which codes are widened in registers.
+// Panels of codes. Up to kWideRows rows are done in one pass, for which codes are widened in registers.
 template <bool Scaled>
-void multiply_widened(const Linear& op, const RoundedRows& x, int64_t first, int64_t last, int8_t* scratch) {
+void multiply_widened(const Linear& op, const RoundedRows& x, const PanelTask& task, int8_t* scratch) {
   const Weight& weight = op.weight;
-  if (op.rows <= kWideRows)
-    return multiply_all_rows<Scaled>(op, x, first, last, weight.group_size, [&](auto most, int64_t panel, int64_t panels, bool in_memory) {
-      return WideningSteps<most.value>(weight, panel, panels, in_memory);
+  if (op.rows <= kWideRows) {
+    multiply_all_rows<Scaled>(op, x, task, weight.group_size, [&](auto most, int64_t panel, int64_t panels, const Ahead& ahead) {
+      return WideningSteps<most.value>(weight, panel, panels, ahead);
     });
-  widen_panels(weight, first, last, scratch);
-  multiply_quads<Scaled>(op, x, first, last, scratch, false);
+    return;
+  }
+  widen_panels(weight, task.first, task.last, scratch);
+  const int64_t bytes = weight.depth * kPanelWidth;
+  multiply_all_rows<Scaled>(op, x, task, Scaled ? weight.group_size : weight.depth, [&](auto most, int64_t panel, int64_t panels, const Ahead& ahead) {
+    return QuadSteps<most.value>(scratch + (panel - task.first) * bytes, panels > 1 ? bytes : 0, ahead);
+  });
 }
 
 }  // namespace
