@@ -11,7 +11,16 @@ from qwenrt.plugins import panels, reference
 
 from .ops import Array, isas, run_node, using_isa
 
-FORMATS = ["uint8-32", "uint8-128", "uint8-32-offset", "uint8-64-offset", "int8-16-offset", "int8-32", "int8-128"]
+FORMATS = [
+    "uint8-8",
+    "uint8-32",
+    "uint8-128",
+    "uint8-32-offset",
+    "uint8-64-offset",
+    "int8-16-offset",
+    "int8-32",
+    "int8-128",
+]
 SHAPES = [
     *((0, 8, 8), (1, 1, 1), (1, 64, 32), (2, 70, 33), (3, 128, 16), (5, 1100, 47), (8, 192, 48), (13, 60, 20)),
     *((16, 200, 40), (17, 64, 16), (33, 300, 65), (70, 130, 31), (3, 5, 0)),

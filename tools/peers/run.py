@@ -49,7 +49,7 @@ def main() -> None:
     parser.add_argument("--weights", action="append", choices=["float32", "int8", "int4"])
     parser.add_argument("--workload", action="append", choices=WORKLOADS)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--avx2", action="store_true", help="as if the processor had no wider instructions; of those who can be told")
+    parser.add_argument("--avx2", action="store_true", help="only those who can leave wider instructions alone")
     options = parser.parse_args()
     if options.avx2:
         options.who = [who for who in options.who or LIMITABLE if who in LIMITABLE]
@@ -57,7 +57,9 @@ def main() -> None:
     tools = str(Path(__file__).parents[1])
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, [tools, os.environ.get("PYTHONPATH")])),
-        "LLAMA_SERVER": str(options.dir.resolve() / ("llama-avx2-build" if options.avx2 else "llama-build") / "bin/llama-server"),
+        "LLAMA_SERVER": str(
+            options.dir.resolve() / ("llama-avx2-build" if options.avx2 else "llama-build") / "bin/llama-server"
+        ),
     }
     if options.avx2:
         environment["PEERS_ISA"] = "avx2"
