@@ -13,7 +13,8 @@ from qwenrt.plugins import QwenrtError, RequestError
 from ..engine_dir import EngineDir
 from ..routing import PREFIX_BLOCKS, prefix_key
 from ..server.chat import prompt_text, template_arguments
-from ..server.protocol import ChatCompletionRequest, ChatMessage, CompletionRequest
+from ..server.chat_protocol import ChatCompletionRequest, ChatMessage
+from ..server.protocol import CompletionRequest
 from ..server.responses import ResponsesRequest, as_chat
 from ..server.sampling import answer_form
 from ..server.tool_choice import tool_use

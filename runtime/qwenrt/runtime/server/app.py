@@ -15,6 +15,7 @@ from starlette.applications import Starlette
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
 from . import chat, completions, pooling, responses, tokens
+from .chat_protocol import ChatCompletion, ChatCompletionRequest
 from .errors import ApiError, add_error_handlers
 from .generation import Generation, Service
 from .metrics import CONTENT_TYPE
@@ -29,19 +30,7 @@ from .pooling_protocol import (
     ScoreList,
     ScoreRequest,
 )
-from .protocol import (
-    ChatCompletion,
-    ChatCompletionRequest,
-    Completion,
-    CompletionRequest,
-    DetokenizeRequest,
-    DetokenizeResponse,
-    ErrorResponse,
-    Model,
-    ModelList,
-    TokenizeRequest,
-    TokenizeResponse,
-)
+from .protocol import Completion, CompletionRequest, ErrorResponse, Model, ModelList
 from .streaming import ClientLeftError, EventStream, until_client_leaves
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
@@ -149,12 +138,12 @@ def _information_routes(service: Service) -> APIRouter:
     page = files(__package__).joinpath("page.html").read_text(encoding="utf-8")
 
     @router.post("/tokenize")
-    async def tokenize(body: TokenizeRequest) -> TokenizeResponse:
+    async def tokenize(body: tokens.TokenizeRequest) -> tokens.TokenizeResponse:
         """The tokens of a prompt or of a conversation."""
         return await tokens.tokenize(service, body)
 
     @router.post("/detokenize")
-    async def detokenize(body: DetokenizeRequest) -> DetokenizeResponse:
+    async def detokenize(body: tokens.DetokenizeRequest) -> tokens.DetokenizeResponse:
         """The text of tokens."""
         return await tokens.detokenize(service, body)
 

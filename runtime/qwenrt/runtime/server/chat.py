@@ -14,10 +14,7 @@ from ..pooling import check_task
 from ..sampling.params import SamplingParams
 from ..text.chat_template import ChatTemplate
 from ..text.thinking import Thinking, thinking_after
-from .errors import ApiError
-from .generation import Generation, Service
-from .logprobs import chat_logprobs
-from .protocol import (
+from .chat_protocol import (
     CalledFunction,
     ChatChoice,
     ChatChunk,
@@ -27,10 +24,13 @@ from .protocol import (
     ChatLogprobs,
     ChatMessage,
     ChatMessageOut,
-    FinishReason,
     Tool,
     ToolCallOut,
 )
+from .errors import ApiError
+from .generation import Generation, Service
+from .logprobs import chat_logprobs
+from .protocol import FinishReason
 from .reasoning import ReasoningParser
 from .sampling import answer_form, sampling_params
 from .tool_calls import Piece, ToolCallDelta, ToolCallParser

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from ..outputs import TokenLogprobs
 from ..text.tokenizer import Tokenizer
-from .protocol import ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob
+from .chat_protocol import ChatLogprobs, TokenLogprob, TopLogprob
+from .protocol import CompletionLogprobs
 
 
 def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenLogprobs] | None) -> ChatLogprobs | None:

@@ -13,18 +13,9 @@ from pydantic import Field
 from qwenrt.plugins import RequestError
 
 from .chat import Chat, start_chat
+from .chat_protocol import ChatCompletionRequest, ChatMessage, ContentPart, MessageModel
 from .generation import Generation, Service
-from .protocol import (
-    ChatCompletionRequest,
-    ChatMessage,
-    ContentPart,
-    JsonSchemaFormat,
-    MessageModel,
-    RequestModel,
-    ResponseFormat,
-    ResponseModel,
-    Usage,
-)
+from .protocol import JsonSchemaFormat, RequestModel, ResponseFormat, ResponseModel, Usage
 
 
 class InputItem(MessageModel):

@@ -2,11 +2,49 @@
 
 from __future__ import annotations
 
+from typing import Annotated, Any
+
+from pydantic import Field
+
 from qwenrt.plugins import RequestError
 
 from .chat import chat_tokens
+from .chat_protocol import ChatMessage, Tool
 from .generation import Service
-from .protocol import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
+from .protocol import RequestModel, ResponseModel
+
+
+class TokenizeRequest(RequestModel):
+    """The body of POST /tokenize: a prompt, or the messages of a chat."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True)] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+
+class TokenizeResponse(ResponseModel):
+    """The tokens of a text."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeRequest(RequestModel):
+    """The body of POST /detokenize."""
+
+    model: str | None = None
+    tokens: Annotated[list[int], Field(fail_fast=True)]
+
+
+class DetokenizeResponse(ResponseModel):
+    """The text of tokens."""
+
+    prompt: str
 
 
 async def tokenize(service: Service, body: TokenizeRequest) -> TokenizeResponse:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from qwenrt.plugins import RequestError
 
 from ..sampling.structured import StructuredOutputsParams, json_rule, literal
-from .protocol import ChatCompletionRequest, NamedToolChoice, Tool
+from .chat_protocol import ChatCompletionRequest, NamedToolChoice, Tool
 from .tool_calls import BEGIN, END
 
 
