@@ -71,7 +71,7 @@ inline void add_dots(Products& sums, const Dots& dots, const CodeGroup& g) { sum
 constexpr int kCodeRows = 3;
 constexpr int64_t kMostCodeRows = 3;
 
-#elif defined(__AVX2__)
+#elif defined(__AVX2__) && !defined(__AVX512F__)
 
 struct Halves {
   __m256i half[2];

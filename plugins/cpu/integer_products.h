@@ -275,21 +275,23 @@ void multiply_codes(const Linear& op, const RoundedRows& x, int64_t row, int64_t
 constexpr int64_t kFewRows = 64;
 
 // The panels of a task, Panels at a time, by all rows, Rows at a time: calls work(Count<rows>, row, panel, panels, ahead). A block of rows
-// finds x in the first-level cache and the panels in the second, and writes y in long stretches.
+// finds x in the first-level cache and the panels in the second, and writes y in long stretches. `widened`: what is read are panels in
+// int8, which are in a cache already.
 template <int Rows, int Panels, class Work>
-void for_blocks(const Linear& op, const PanelTask& task, const Work& work) {
+void for_blocks(const Linear& op, const PanelTask& task, bool widened, const Work& work) {
   const Weight& weight = op.weight;
+  const int64_t panel_lines = (widened ? weight.depth * kPanelWidth : weight.panel_bytes()) / kLine;
   const int64_t blocks = (task.last - task.first + Panels - 1) / Panels, parts = (op.rows - 1) / Rows * blocks;
-  const bool others = task.next < task.next_last && op.rows <= kFewRows;
+  const bool others = task.next < task.next_last && op.rows <= kFewRows && weight.depth > 0;
   int64_t part = -blocks;  // the first rows bring the panels themselves
   in_blocks<Rows>(0, op.rows, [&](auto rows, int64_t row) {
     for (int64_t panel = task.first; panel < task.last; panel += Panels, ++part) {
-      const int64_t panels = task.last - panel < Panels ? task.last - panel : Panels, lines = panels * weight.panel_bytes() / kLine;
+      const int64_t panels = task.last - panel < Panels ? task.last - panel : Panels;
       Ahead ahead;
       if (row == 0) {
-        ahead = Ahead::themselves();
+        if (!widened) ahead = Ahead::themselves();
       } else if (others) {
-        ahead = Ahead::others(weight.panel(task.next), (task.next_last - task.next) * weight.panel_bytes(), part, parts, lines);
+        ahead = Ahead::others(weight.panel(task.next), (task.next_last - task.next) * weight.panel_bytes(), part, parts, panels * panel_lines);
       }
       work(rows, row, panel, panels, ahead);
     }
@@ -299,7 +301,7 @@ void for_blocks(const Linear& op, const PanelTask& task, const Work& work) {
 // Panels of a task by all rows. get_steps makes the steps of that many panels from one on. Up to kWideRows rows go in one pass, with what
 // is beyond them computed and left out.
 template <bool Scaled, class GetSteps>
-void multiply_all_rows(const Linear& op, const RoundedRows& x, const PanelTask& task, int64_t columns, const GetSteps& get_steps) {
+void multiply_all_rows(const Linear& op, const RoundedRows& x, const PanelTask& task, int64_t columns, bool widened, const GetSteps& get_steps) {
   const auto multiply = [&](auto rows, auto most, int64_t row, int64_t panel, int64_t panels, const Ahead& ahead) {
     multiply_block(x, row, op.weight.depth, columns, get_steps(most, panel, panels, ahead),
                    Outputs<rows.value, most.value, Scaled>(op, x, row, panel, panels));
@@ -311,7 +313,7 @@ void multiply_all_rows(const Linear& op, const RoundedRows& x, const PanelTask& 
       return;
     }
   }
-  for_blocks<kBlockRows, kBlockPanels>(op, task, [&](auto rows, int64_t row, int64_t panel, int64_t panels, const Ahead& ahead) {
+  for_blocks<kBlockRows, kBlockPanels>(op, task, widened, [&](auto rows, int64_t row, int64_t panel, int64_t panels, const Ahead& ahead) {
     multiply(rows, Count<kBlockPanels>{}, row, panel, panels, ahead);
   });
 }
@@ -320,7 +322,7 @@ void multiply_all_rows(const Linear& op, const RoundedRows& x, const PanelTask& 
 template <bool Scaled>
 void multiply_quads(const Linear& op, const RoundedRows& x, const PanelTask& task) {
   const Weight& weight = op.weight;
-  multiply_all_rows<Scaled>(op, x, task, Scaled ? weight.group_size : weight.depth,
+  multiply_all_rows<Scaled>(op, x, task, Scaled ? weight.group_size : weight.depth, false,
                             [&](auto most, int64_t panel, int64_t panels, const Ahead& ahead) {
                               return QuadSteps<most.value>(weight.panel(panel), panels > 1 ? weight.panel_bytes() : 0, ahead);
                             });
@@ -328,7 +330,7 @@ void multiply_quads(const Linear& op, const RoundedRows& x, const PanelTask& tas
 
 template <bool Scaled>
 void multiply_all_codes(const Linear& op, const RoundedRows& x, const PanelTask& task) {
-  for_blocks<kCodeRows, 1>(op, task, [&](auto rows, int64_t row, int64_t panel, int64_t, const Ahead& ahead) {
+  for_blocks<kCodeRows, 1>(op, task, false, [&](auto rows, int64_t row, int64_t panel, int64_t, const Ahead& ahead) {
     multiply_codes<rows.value, Scaled>(op, x, row, panel, ahead);
   });
 }

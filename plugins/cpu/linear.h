@@ -115,7 +115,7 @@ struct RoundedRows {
     if (weight.group_scale != nullptr) num_groups = weight.num_groups();
     if (weight.type != ElementType::kUint8 || rows > rounding.most_code_rows) return;
     run_columns = rounding.run_columns;
-    num_runs = weight.num_groups() * ((group_size + run_columns - 1) / run_columns);
+    num_runs = weight.num_groups() * (group_size / run_columns + (group_size % run_columns != 0));
   }
 
   // What `rows` rows take, which begins at a float.

@@ -80,14 +80,14 @@ template <bool Scaled>
 void multiply_widened(const Linear& op, const RoundedRows& x, const PanelTask& task, int8_t* scratch) {
   const Weight& weight = op.weight;
   if (op.rows <= kWideRows) {
-    multiply_all_rows<Scaled>(op, x, task, weight.group_size, [&](auto most, int64_t panel, int64_t panels, const Ahead& ahead) {
+    multiply_all_rows<Scaled>(op, x, task, weight.group_size, false, [&](auto most, int64_t panel, int64_t panels, const Ahead& ahead) {
       return WideningSteps<most.value>(weight, panel, panels, ahead);
     });
     return;
   }
   widen_panels(weight, task.first, task.last, scratch);
   const int64_t bytes = weight.depth * kPanelWidth;
-  multiply_all_rows<Scaled>(op, x, task, Scaled ? weight.group_size : weight.depth, [&](auto most, int64_t panel, int64_t panels, const Ahead& ahead) {
+  multiply_all_rows<Scaled>(op, x, task, Scaled ? weight.group_size : weight.depth, true, [&](auto most, int64_t panel, int64_t panels, const Ahead& ahead) {
     return QuadSteps<most.value>(scratch + (panel - task.first) * bytes, panels > 1 ? bytes : 0, ahead);
   });
 }

@@ -241,7 +241,8 @@ void integer_experts(bool pairs) {
 // Linear and Embedding over the same panels of any bytes.
 void integer_weights(bool pairs) {
   const int64_t group_size = int64_t{8} << pick(0, 4);
-  const int64_t rows = pick(0, 70), depth = chance(20) ? pick(1000, 1100) : pick(0, 80), width = pick(0, 70);
+  const int64_t rows = pick(0, 70), depth = chance(5) ? 0 : chance(20) ? pick(1000, 1100) : pick(0, 80);
+  const int64_t width = chance(20) ? pick(100, 300) : pick(0, 70);  // so many that a thread has several tasks
   const Panels panels(width, depth, pairs, group_size);
   const int64_t filled = panels.weight.depth;
   Buffer<float> x(rows * depth), bias(width), y(rows * width), rows_of_weight(rows * depth);

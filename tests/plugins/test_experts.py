@@ -19,7 +19,7 @@ from .ops import ONNX_TYPES, Array, isas, library, run_node, using_isa
 from .test_group_scales import grouped_weight
 from .test_integer_linear import FORMATS, integer_weight
 
-GROUPED = ["uint8-32", "int8-128-offset"]
+GROUPED = ["uint8-32", "uint8-8-offset", "int8-16-offset", "int8-128-offset"]
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,8 @@ def test_every_instruction_set_and_type(isa: str, dtype: npt.DTypeLike) -> None:
 @pytest.mark.parametrize("isa", isas())
 @pytest.mark.parametrize("kind", [*FORMATS, *GROUPED])
 @pytest.mark.parametrize(
-    ("tokens", "experts", "hidden", "inner"), [(0, 4, 16, 16), (1, 4, 64, 48), (9, 8, 144, 80), (70, 3, 208, 112)]
+    ("tokens", "experts", "hidden", "inner"),
+    [(0, 4, 16, 16), (1, 4, 64, 48), (9, 8, 144, 80), (70, 3, 208, 112), (1300, 3, 48, 32)],
 )
 def test_integers_on_every_instruction_set(
     isa: str, kind: str, tokens: int, experts: int, hidden: int, inner: int

@@ -12,11 +12,13 @@ from qwenrt.plugins import panels, reference
 from .ops import Array, isas, run_node, using_isa
 
 FORMATS = [
-    "uint8-8",
+    "uint8-8-offset",
+    "uint8-16",
     "uint8-32",
     "uint8-128",
     "uint8-32-offset",
     "uint8-64-offset",
+    "int8-8-offset",
     "int8-16-offset",
     "int8-32",
     "int8-128",

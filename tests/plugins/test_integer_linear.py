@@ -57,7 +57,9 @@ def test_what_is_packed_comes_out_again(kind: str) -> None:
     ("rows", "depth", "width"),
     [
         *((0, 8, 8), (1, 1, 1), (1, 64, 32), (2, 70, 33), (3, 128, 16), (5, 1100, 47), (8, 192, 48), (13, 60, 20)),
-        *((11, 192, 33), (16, 200, 40), (17, 64, 16), (33, 100, 65), (70, 130, 31), (3, 5, 0)),
+        *((11, 192, 33), (16, 200, 40), (17, 64, 16), (33, 100, 65), (70, 130, 31), (3, 5, 0), (600, 100, 33)),
+        # Of 300 channels every thread has several tasks, and calls for the next.
+        *((5, 128, 300), (24, 128, 300), (64, 128, 300), (65, 128, 300)),
     ],
 )
 def test_every_bit_is_the_references(isa: str, kind: str, rows: int, depth: int, width: int) -> None:
@@ -68,6 +70,32 @@ def test_every_bit_is_the_references(isa: str, kind: str, rows: int, depth: int,
     with using_isa(isa):
         y = linear(x, weight, scale, groups, bias)
     np.testing.assert_array_equal(y, reference.linear(x, weight, bias, scale, groups))
+
+
+@pytest.mark.parametrize("isa", isas())
+@pytest.mark.parametrize("rows", [1, 5, 33, 65])
+def test_products_of_no_columns_are_the_bias(isa: str, rows: int) -> None:
+    weight, scale, _ = integer_weight("int8", 300, 0)
+    bias = np.arange(300, dtype=np.float32)
+    with using_isa(isa):
+        y = linear(np.empty((rows, 0), np.float32), weight, scale, None, bias)
+    np.testing.assert_array_equal(y, np.broadcast_to(bias, (rows, 300)))
+
+
+@pytest.mark.parametrize("isa", isas())
+@pytest.mark.parametrize("group_size", [24, 40, 72])
+def test_groups_that_are_no_multiple_of_what_is_summed_up_at_once(isa: str, group_size: int) -> None:
+    """The op takes any multiple of 8."""
+    rng = np.random.default_rng(group_size)
+    width, depth = 33, 64 * group_size
+    groups = rng.integers(1, 9, (3, depth // group_size, 16)) | rng.integers(0, 16, (3, depth // group_size, 16)) << 4
+    weight = panels.pack_int4(rng.integers(0, 16, (width, depth)).astype(np.uint8), 8)
+    parts = weight, rng.uniform(0.5, 2, width).astype(np.float32), groups.astype(np.uint8)
+    for rows in (1, 5, 20):
+        x = rng.standard_normal((rows, depth), np.float32)
+        with using_isa(isa):
+            y = linear(x, *parts)
+        np.testing.assert_array_equal(y, reference.linear(x, parts[0], None, parts[1], parts[2]))
 
 
 @pytest.mark.parametrize("isa", isas())
@@ -106,8 +134,11 @@ def test_the_largest_products_do_not_overflow(isa: str, kind: str, sign: int) ->
 @pytest.mark.parametrize("isa", isas())
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("depth", [3, 64, 100])
-def test_a_row_that_is_not_finite_gives_nan_and_leaves_the_others_alone(isa: str, bad: float, depth: int) -> None:
-    weight, scale, groups = integer_weight("int4-32", 20, depth)
+@pytest.mark.parametrize("kind", ["int8", "int4-32"])
+def test_a_row_that_is_not_finite_gives_nan_and_leaves_the_others_alone(
+    isa: str, kind: str, bad: float, depth: int
+) -> None:
+    weight, scale, groups = integer_weight(kind, 20, depth)
     x = np.ones((20, depth), np.float32)
     x[3, depth - 1] = bad
     with using_isa(isa):

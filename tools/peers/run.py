@@ -39,7 +39,7 @@ def commands(dir: Path, engines: list[Path]) -> dict[tuple[str, str], list[str]]
     return found
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     """The command line."""
     parser = argparse.ArgumentParser()
     parser.add_argument("dir", type=Path)
@@ -49,11 +49,15 @@ def main() -> None:
     parser.add_argument("--weights", action="append", choices=["float32", "int8", "int4"])
     parser.add_argument("--workload", action="append", choices=WORKLOADS)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--avx2", action="store_true", help="only those who can leave wider instructions alone")
-    options = parser.parse_args()
+    parser.add_argument("--avx2", action="store_true", help="llama.cpp and our own kernels, without wider instructions")
+    options = parser.parse_args(arguments)
     if options.avx2:
-        options.who = [who for who in options.who or LIMITABLE if who in LIMITABLE]
+        options.who = options.who or LIMITABLE
+        if others := set(options.who) - set(LIMITABLE):
+            parser.error(f"{', '.join(sorted(others))} cannot be told to use AVX2 only; leave out --avx2 or --who")
     results: list[dict[str, Any]] = json.loads(options.results.read_text()) if options.results.exists() else []
+    if any(one.get("avx2", False) != options.avx2 for one in results):
+        parser.error(f"{options.results} has results {'without' if options.avx2 else 'with'} --avx2; give another file")
     tools = str(Path(__file__).parents[1])
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, [tools, os.environ.get("PYTHONPATH")])),
@@ -61,8 +65,7 @@ def main() -> None:
             options.dir.resolve() / ("llama-avx2-build" if options.avx2 else "llama-build") / "bin/llama-server"
         ),
     }
-    if options.avx2:
-        environment["PEERS_ISA"] = "avx2"
+    environment["PEERS_ISA"] = "avx2" if options.avx2 else ""
     for (who, weights), command in commands(options.dir.resolve(), options.engines).items():
         if who in (options.who or [who]) and weights in (options.weights or [weights]):
             for workload in options.workload or WORKLOADS:
@@ -73,6 +76,7 @@ def main() -> None:
                 found = json.loads(done.stdout.splitlines()[-1]) | {
                     "who": who,
                     "weights": weights,
+                    "avx2": options.avx2,
                     "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M}",
                 }
                 results = [one for one in results if not _same(one, found)] + [found]

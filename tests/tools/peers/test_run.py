@@ -10,7 +10,7 @@ import pytest
 
 from peers import rival
 from peers.ours import Ours
-from peers.run import commands
+from peers.run import commands, main
 from qwenrt.tools.bench.workloads import WORKLOADS
 
 
@@ -26,6 +26,20 @@ def test_the_rivals_that_have_weights_are_run_and_our_engines(tmp_path: Path, ti
         ],
         ("qwenrt", "float32"): [sys.executable, "-m", "peers.ours", str(tiny_engine)],
     }
+
+
+def test_who_cannot_be_limited_to_avx2_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([str(tmp_path), "--results", str(tmp_path / "r.json"), "--avx2", "--who", "openvino"])
+    assert "openvino cannot be told to use AVX2 only" in capsys.readouterr().err
+
+
+def test_results_with_and_without_avx2_do_not_share_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    results = tmp_path / "r.json"
+    results.write_text('[{"who": "llama", "weights": "int4", "workload": "decode"}]')
+    with pytest.raises(SystemExit):
+        main([str(tmp_path), "--results", str(results), "--avx2"])
+    assert "has results without --avx2; give another file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["decode", "batch", "shared-prefix"])
