@@ -59,11 +59,6 @@ inline CodeGroup load_code_group(const uint8_t* p) {
   const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
   return {_mm512_and_si512(bytes, _mm512_set1_epi32(15)), _mm512_srli_epi32(bytes, 4)};
 }
-inline int32_t minus_sums(const int8_t* x, int64_t columns) {
-  int32_t sum = 0;
-  for (int64_t k = 0; k < columns; ++k) sum -= x[k];
-  return sum;
-}
 inline Dots start_dots(const CodeGroup& g, int32_t minus_sum) { return _mm512_mullo_epi16(g.zero_point, _mm512_set1_epi32(minus_sum)); }
 inline void add_codes(Dots& dots, Codes codes, const int8_t* x) { add(dots, codes, x); }
 inline Products no_products() { return _mm512_setzero_si512(); }
@@ -204,11 +199,6 @@ inline CodeGroup load_code_group(const uint8_t* p) {
   for (int n = 0; n < kPanelWidth; ++n) g.multiplier[n] = p[n] & 15, g.zero_point[n] = p[n] >> 4;
   return g;
 }
-inline int32_t minus_sums(const int8_t* x, int64_t columns) {
-  int32_t sum = 0;
-  for (int64_t k = 0; k < columns; ++k) sum -= x[k];
-  return sum;
-}
 inline Dots start_dots(const CodeGroup& g, int32_t minus_sum) {
   Dots dots;
   for (int n = 0; n < kPanelWidth; ++n) dots.value[n] = g.zero_point[n] * minus_sum;
@@ -223,6 +213,17 @@ inline void add_dots(Products& sums, const Dots& dots, const CodeGroup& g) {
 }
 constexpr int kCodeRows = 4;
 constexpr int64_t kMostCodeRows = INT64_MAX;
+
+#endif
+
+#if defined(__AVX512F__) || !defined(__AVX2__)
+
+// Dots of one sum start from one.
+inline int32_t minus_sums(const int8_t* x, int64_t columns) {
+  int32_t sum = 0;
+  for (int64_t k = 0; k < columns; ++k) sum -= x[k];
+  return sum;
+}
 
 #endif
 

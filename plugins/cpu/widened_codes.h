@@ -87,7 +87,8 @@ void multiply_widened(const Linear& op, const RoundedRows& x, const PanelTask& t
   }
   widen_panels(weight, task.first, task.last, scratch);
   const int64_t bytes = weight.depth * kPanelWidth;
-  multiply_all_rows<Scaled>(op, x, task, Scaled ? weight.group_size : weight.depth, true, [&](auto most, int64_t panel, int64_t panels, const Ahead& ahead) {
+  const int64_t columns = Scaled ? weight.group_size : weight.depth;
+  multiply_all_rows<Scaled>(op, x, task, columns, true, [&](auto most, int64_t panel, int64_t panels, const Ahead& ahead) {
     return QuadSteps<most.value>(scratch + (panel - task.first) * bytes, panels > 1 ? bytes : 0, ahead);
   });
 }
