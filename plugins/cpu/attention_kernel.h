@@ -12,7 +12,9 @@ namespace {
 
 constexpr int64_t kMicroKeys = 4;  // a micro tile's sums fill the registers: 4 keys, or 4 vectors of V, by 3 rows or more
 constexpr int64_t kMicroRows = kLanes == 16 ? 6 : 3;
-constexpr int64_t kAheadKeys = 8;  // K and V of so many keys ahead are called for
+// K and V of so many keys ahead are called for: to the second-level cache, and from that to the first, which has too few places for
+// all that is on its way from memory.
+constexpr int64_t kFarKeys = kTileKeys, kNearKeys = 8;
 
 // What the tiles of a chunk, or the chunks of a context, add up to: sum of weight * V, not yet divided by the sum of the weights.
 struct Sums {
@@ -51,10 +53,15 @@ Scratch scratch_at(float* memory, const PagedAttention& op, int64_t rows) {
 int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 int64_t greater(int64_t a, int64_t b) { return a > b ? a : b; }
 
+// Calls for `width` elements, from `column` on, of what comes after rows[0].
 template <class T>
-void prefetch_row(const T* row, int64_t width) {
-  const char* p = reinterpret_cast<const char*>(row);
-  for (int64_t i = 0; i < width * int64_t{sizeof(T)}; i += 64) __builtin_prefetch(p + i, 0, 3);
+void prefetch_ahead(const T* const* rows, int64_t column, int64_t width) {
+  const char* far = reinterpret_cast<const char*>(rows[kFarKeys] + column);
+  const char* near = reinterpret_cast<const char*>(rows[kNearKeys] + column);
+  for (int64_t i = 0; i < width * int64_t{sizeof(T)}; i += 64) {
+    __builtin_prefetch(far + i, 0, 2);
+    __builtin_prefetch(near + i, 0, 3);
+  }
 }
 
 // What the elements of a row of K or V are multiples of, in all lanes, where that is not 1; and elements as floats.
@@ -110,7 +117,7 @@ void score_tile(const float* q, int64_t rows, const T* const* k, int64_t first, 
   };
   if (rows <= kFewRows) {
     for (int64_t key = first; key < whole; key += kMicroKeys) {
-      for (int n = 0; n < kMicroKeys; ++n) prefetch_row(k[key + n + kAheadKeys], width);
+      for (int n = 0; n < kMicroKeys; ++n) prefetch_ahead(k + key + n, 0, width);
       in_blocks<kMicroRows>(0, rows, [&](auto count, int64_t m) { score_rows(count, m, key); });
     }
   } else {
@@ -152,7 +159,7 @@ void weigh_micro_tile(const float* weights, const float* keep, const T* const* v
   for (int64_t key = first; key < last; ++key) {
     const T* row = v[key] + column;
     const auto unit = unit_of(v[key], width);
-    if constexpr (Prefetch) prefetch_row(v[key + kAheadKeys] + column, Vectors * kLanes);
+    if constexpr (Prefetch) prefetch_ahead(v + key, column, Vectors * kLanes);
     Floats factor[Rows];
     for (int m = 0; m < Rows; ++m) factor[m] = broadcast(weights[m * kTileKeys + key]);
     for (int n = 0; n < Vectors; ++n) {
@@ -189,8 +196,8 @@ void weigh_tile(const float* weights, const float* keep, int64_t rows, const T* 
 // Where K and V of a tile's keys lie, and of the first keys that are read after them.
 template <class T>
 struct Keys {
-  const T* k[kTileKeys + kAheadKeys];
-  const T* v[kTileKeys + kAheadKeys];
+  const T* k[kTileKeys + kFarKeys];
+  const T* v[kTileKeys + kFarKeys];
 };
 
 // Adds keys [first, last) of a tile to the sums of rows [row, row + rows), all of which see all of them.
@@ -246,7 +253,7 @@ void find_keys(const PagedAttention& op, int64_t seq, int64_t kv_head, int64_t s
 // The last key of a tile again, in place of what comes after it from number `count` on.
 template <class T>
 void repeat_last(Keys<T>& keys, int64_t last, int64_t count) {
-  for (int64_t key = last + count; key < last + kAheadKeys; ++key) keys.k[key] = keys.k[last - 1], keys.v[key] = keys.v[last - 1];
+  for (int64_t key = last + count; key < last + kFarKeys; ++key) keys.k[key] = keys.k[last - 1], keys.v[key] = keys.v[last - 1];
 }
 
 // Fills `keys` up, behind keys [first, last) of head i of a tile, with those that come after: the next head's, or the next tile's.
@@ -255,7 +262,7 @@ void find_next_keys(const PagedAttention& op, const QueryTile& tile, int64_t i, 
                     Keys<T>& keys) {
   const bool more_heads = i + 1 < tile.kv_heads;
   const int64_t next = more_heads ? start + first : start + last, stop = more_heads ? start + last : end;
-  const int64_t count = smaller(stop - next, kAheadKeys);
+  const int64_t count = smaller(stop - next, kFarKeys);
   find_keys(op, tile.seq, more_heads ? tile.kv_head + i + 1 : tile.kv_head, next, 0, count, keys.k + last, keys.v + last);
   repeat_last(keys, last, greater(count, 0));
 }
