@@ -53,7 +53,7 @@ void round_row(const float* x, int64_t depth, const RoundedRows& rows, int64_t r
   int8_t* values = rows.values + row * rows.stride;
   std::memset(values, 0, static_cast<size_t>(rows.stride));
   Ints sums{};
-  rows.scale[row] = round_values(x, depth, [&](int64_t k, const Ints& whole) {
+  rows.scale[row] = round_values(x, depth, 127, [&](int64_t k, const Ints& whole) {
     sums += whole;
 #if defined(__AVX2__) && !defined(__AVX512F__)
     if (rows.words) return store_words(values + 2 * k, whole);

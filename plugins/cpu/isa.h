@@ -50,7 +50,8 @@ struct Isa {
 
 inline int64_t attention_partial(const PagedAttention& op, int64_t rows) { return rows * (op.head_dim + 2); }
 inline int64_t attention_scratch(const PagedAttention& op, int64_t rows) {
-  return rows * (op.head_dim + kTileKeys + 1) + 2 * attention_partial(op, rows) + 2 * kTileKeys * op.head_dim;
+  return rows * (op.head_dim + kTileKeys + 1) + 2 * attention_partial(op, rows) + 2 * kTileKeys * op.head_dim +
+         rows * (2 + kTileKeys / 2);
 }
 
 // Whether a product is on tiles: never a matter of its rows, whose bits would differ.

@@ -44,7 +44,7 @@ void write_row(const float* from, int64_t width, T* to) {
 
 void write_row(const float* from, int64_t width, int8_t* to) {
   std::memset(to, 0, static_cast<size_t>(width));
-  const float scale = round_values(from, width, [&](int64_t d, const Ints& whole) { store_bytes(to + d, whole); });
+  const float scale = round_values(from, width, 127, [&](int64_t d, const Ints& whole) { store_bytes(to + d, whole); });
   std::memcpy(to + width, &scale, sizeof scale);
 }
 

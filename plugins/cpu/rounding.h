@@ -17,6 +17,13 @@ Floats load_first(const float* p, int64_t count) {
   return load(first);
 }
 
+void store_first(float* p, Floats v, int64_t count) {
+  if (count >= kLanes) return store(p, v);
+  float all[kLanes];
+  store(all, v);
+  std::memcpy(p, all, sizeof(float) * static_cast<size_t>(count));
+}
+
 #if defined(__AVX2__) && !defined(__AVX512F__)
 
 // GCC would take every one of them out of its register.
@@ -44,12 +51,13 @@ void store_bytes(int8_t* p, Ints v) {
 
 #endif
 
-// Calls store_values(k, values of columns k to k + kLanes - 1) with integers within +-127 whose largest stands for the largest magnitude
+constexpr int32_t kInfinity = 0x7f800000, kSmallest = 0x0d800000;  // 2^-100: what is smaller counts as 0
+
+// Calls store_values(k, values of columns k to k + kLanes - 1) with integers within +-most whose largest stands for the largest magnitude
 // of the row, zeros beyond `depth`; returns what their unit stands for. Without a call: 0 for a row of zeros or of what counts as such, NaN
 // for one that is not finite. Magnitudes are compared as bits, in which a NaN is larger than all.
 template <class StoreValues>
-float round_values(const float* x, int64_t depth, const StoreValues& store_values) {
-  constexpr int32_t kInfinity = 0x7f800000, kSmallest = 0x0d800000;  // 2^-100: what is smaller counts as 0
+float round_values(const float* x, int64_t depth, int32_t most, const StoreValues& store_values) {
   Ints tops{};
   for (int64_t k = 0; k < depth; k += kLanes) {
     const Ints bits = (Ints)load_first(x + k, depth - k) & 0x7fffffff;
@@ -61,9 +69,9 @@ float round_values(const float* x, int64_t depth, const StoreValues& store_value
   if (top < kSmallest) return 0;
   const float largest = from_bits(static_cast<uint32_t>(top));
   // Adding 1.5 * 2^23 leaves the value rounded to nearest even in the last bits.
-  const Floats round = broadcast(0x1.8p23f), factor = broadcast(127 / largest);
+  const Floats round = broadcast(0x1.8p23f), factor = broadcast(static_cast<float>(most) / largest);
   for (int64_t k = 0; k < depth; k += kLanes) store_values(k, (Ints)(load_first(x + k, depth - k) * factor + round) - (Ints)round);
-  return largest / 127;
+  return largest / static_cast<float>(most);
 }
 
 }  // namespace

@@ -23,8 +23,7 @@ class Ours:
         if isa and ctypes.CDLL(str(cpu_library())).qwenrt_set_isa(isa.encode()):
             raise SystemExit(f"this machine lacks {isa}")
         block_size = EngineDir.open(model).manifest.block_size
-        # Room for the workload, as the rivals have it, and for the last run's blocks that the prefix cache keeps.
-        blocks = 2 * workload.sequences * -(-workload.length // block_size)
+        blocks = workload.sequences * -(-workload.length // block_size)  # room for the workload, as the rivals have it
         self._llm = LLM(model, threads=threads, num_kv_blocks=blocks)
 
     def generate(self, prompts: list[list[int]], new_tokens: int) -> tuple[float, float]:
