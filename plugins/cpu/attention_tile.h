@@ -72,7 +72,7 @@ struct Keys {
 // The last key of a tile again, in place of what comes after it from number `count` on.
 template <class T>
 void repeat_last(Keys<T>& keys, int64_t last, int64_t count) {
-  for (int64_t key = last + count; key < last + kFarKeys; ++key) keys.k[key] = keys.k[last - 1], keys.v[key] = keys.v[last - 1];
+  for (int64_t key = last + count; key < kTileKeys + kFarKeys; ++key) keys.k[key] = keys.k[last - 1], keys.v[key] = keys.v[last - 1];
 }
 
 // Turns the scores of keys [first, last) into weights, and brings `largest` and `weight` of the row up to date.

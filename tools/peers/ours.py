@@ -23,7 +23,9 @@ class Ours:
         if isa and ctypes.CDLL(str(cpu_library())).qwenrt_set_isa(isa.encode()):
             raise SystemExit(f"this machine lacks {isa}")
         block_size = EngineDir.open(model).manifest.block_size
-        blocks = workload.sequences * -(-workload.length // block_size)  # room for the workload, as the rivals have it
+        # Room for the workload, as the rivals have it. What sequences share is there once; a block of each is shared in part.
+        own = -(-(workload.length - workload.shared_tokens) // block_size) + 1
+        blocks = workload.shared_tokens // block_size + workload.sequences * own
         self._llm = LLM(model, threads=threads, num_kv_blocks=blocks)
 
     def generate(self, prompts: list[list[int]], new_tokens: int) -> tuple[float, float]:
