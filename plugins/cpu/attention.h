@@ -12,8 +12,8 @@ namespace qwenrt {
 constexpr int64_t kTileKeys = 32;
 constexpr int64_t kChunkKeys = 512;
 
-// So many query rows of a KV head or fewer are bound by the memory that K and V come from.
-constexpr int64_t kFewRows = 8;
+// So many query rows of a KV head or fewer take K and V from where they lie in the pool, and call for what comes next meanwhile.
+constexpr int64_t kFewRows = 24, kFewIntegerRows = 8;
 
 struct PagedAttention {
   const float* qkv;             // [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]
@@ -47,6 +47,8 @@ struct PagedAttention {
   int64_t row_elements() const { return kv_type == ElementType::kInt8 ? head_dim + int64_t{sizeof(float)} : head_dim; }
   int64_t v_offset() const { return num_kv_heads * block_size * row_elements(); }
   int64_t pool_elements() const { return num_blocks * 2 * v_offset(); }
+
+  int64_t few_rows() const { return kv_type == ElementType::kInt8 ? kFewIntegerRows : kFewRows; }
 
   // Where in the pool a sequence keeps the K of a position; its V lies v_offset() further.
   int64_t slot(int64_t seq, int64_t kv_head, int64_t position) const {

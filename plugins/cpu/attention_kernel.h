@@ -44,9 +44,8 @@ void add_tile_in_pool(const PagedAttention& op, const QueryTile& tile, int64_t r
 }
 
 // The same of many rows, which are those of one KV head.
-void add_widened_tile(const PagedAttention& op, const QueryTile& tile, int64_t start, Keys<float>& keys, int64_t, int64_t last,
+void add_widened_tile(const PagedAttention& op, const QueryTile& tile, int64_t start, const Keys<float>& keys, int64_t, int64_t,
                       const Scratch& s) {
-  repeat_last(keys, last, 0);
   add_tile(op, tile, 0, start, keys, s);
 }
 void add_widened_tile(const PagedAttention& op, const QueryTile& tile, int64_t start, const Keys<Float16>& keys, int64_t first,
@@ -95,8 +94,8 @@ void add_chunk(const PagedAttention& op, const QueryTile& tile, int64_t chunk, c
     for (int64_t i = 0; i < tile.kv_heads; ++i) {
       Keys<T> keys;
       find_keys(op, tile.seq, tile.kv_head + i, start, first, last, keys.k, keys.v);
-      if (head_rows <= kFewRows) {
-        find_next_keys(op, tile, i, start, first, last, end, keys);
+      find_next_keys(op, tile, i, start, first, last, end, keys);
+      if (head_rows <= op.few_rows()) {
         add_tile_in_pool(op, tile, i * head_rows, start, first, keys, s);
       } else {
         add_widened_tile(op, tile, start, keys, first, last, s);
@@ -126,7 +125,7 @@ void gather_queries(const PagedAttention& op, const QueryTile& tile, const Scrat
     const float* row = attn_row(op, tile, m);
     if (op.kv_type != ElementType::kInt8) {
       std::memcpy(s.q + m * width, row, sizeof(float) * static_cast<size_t>(width));
-    } else if (rows / tile.kv_heads <= kFewRows) {
+    } else if (rows / tile.kv_heads <= kFewIntegerRows) {
       round_query(row, width, m, s);
     } else {
       pair_query(row, width, m, rows, s);

@@ -88,26 +88,30 @@ void weigh_micro_tile(const float* weights, const float* keep, const T* const* v
     for (int n = 0; n < Vectors; ++n) store(values + m * width + n * kLanes, sums[m][n]);
 }
 
-template <int Rows, int Vectors, bool Prefetch, class T>
+template <int Rows, int Vectors, class T>
 void weigh_columns(const float* weights, const float* keep, int64_t rows, const T* const* v, int64_t first, int64_t last,
                    int64_t column, int64_t width, float* values) {
   in_blocks<Rows>(0, rows, [&](auto count, int64_t m) {
-    weigh_micro_tile<count.value, Vectors, Prefetch>(weights + m * kTileKeys, keep + m, v, first, last, column, width, values + m * width);
+    if (m == 0 && rows <= kFewRows) {
+      weigh_micro_tile<count.value, Vectors, true>(weights, keep, v, first, last, column, width, values);
+    } else {
+      weigh_micro_tile<count.value, Vectors, false>(weights + m * kTileKeys, keep + m, v, first, last, column, width, values + m * width);
+    }
   });
 }
 
-// Of few rows all sums of a row that registers hold, so that V is read in the order in which it lies.
+// Of one or two rows all sums that registers hold, so that V is read in the order in which it lies; of more, each V for as many rows as may be.
 template <class T>
 void weigh_tile(const float* weights, const float* keep, int64_t rows, const T* const* v, int64_t first, int64_t last, int64_t width,
                 float* values) {
   constexpr int kVectors = 4, kMostVectors = kLanes == 16 ? 8 : 4;
   int64_t d = 0;
-  if (rows <= kFewRows)
+  if (rows <= 2)
     for (; d + kMostVectors * kLanes <= width; d += kMostVectors * kLanes)
-      weigh_columns<2, kMostVectors, true>(weights, keep, rows, v, first, last, d, width, values + d);
+      weigh_columns<2, kMostVectors>(weights, keep, rows, v, first, last, d, width, values + d);
   for (; d + kVectors * kLanes <= width; d += kVectors * kLanes)
-    weigh_columns<kMicroRows, kVectors, false>(weights, keep, rows, v, first, last, d, width, values + d);
-  for (; d < width; d += kLanes) weigh_columns<kMicroRows, 1, false>(weights, keep, rows, v, first, last, d, width, values + d);
+    weigh_columns<kMicroRows, kVectors>(weights, keep, rows, v, first, last, d, width, values + d);
+  for (; d < width; d += kLanes) weigh_columns<kMicroRows, 1>(weights, keep, rows, v, first, last, d, width, values + d);
 }
 
 // Adds keys [first, last) of a tile to the sums of rows [row, row + rows), all of which see all of them.
@@ -130,6 +134,8 @@ Keys<float> widen(const Keys<Float16>& keys, int64_t first, int64_t last, int64_
   for (int64_t i = first; i < last; ++i) {
     wide.k[i] = s.k + i * width;
     wide.v[i] = s.v + i * width;
+    prefetch_ahead(keys.k + i, 0, width);
+    prefetch_ahead(keys.v + i, 0, width);
     convert_row(keys.k[i], width, s.k + i * width);
     convert_row(keys.v[i], width, s.v + i * width);
   }

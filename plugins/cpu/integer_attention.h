@@ -143,20 +143,22 @@ void weigh_micro_tile(const int16_t* weights, const float* units, const float* k
       add_weighted(sums[m][2 * n], sums[m][2 * n + 1], units[m], keep[m], column + n * kWordLanes, tile.width, values + m * tile.width);
 }
 
-// All sums of a row that registers hold, so that V is read in the order in which it lies.
+// Of one or two rows all sums that registers hold, so that V is read in the order in which it lies; of more, each V for 4 rows.
 template <class Tile>
 void weigh_tile(const int16_t* weights, const float* units, const float* keep, int64_t rows, const Tile& tile, int64_t first,
                 int64_t last, float* values) {
-  const auto weigh_columns = [&](auto blocks, int64_t d) {
-    in_blocks<2>(0, rows, [&](auto count, int64_t m) {
+  const auto weigh_columns = [&](auto most, auto blocks, int64_t d) {
+    in_blocks<most.value>(0, rows, [&](auto count, int64_t m) {
       weigh_micro_tile<count.value, blocks.value>(weights + m * kTileKeys, units + m, keep + m, tile, first, last, d,
                                                   values + m * tile.width);
     });
   };
   constexpr int kBlocks = kLanes == 16 ? 4 : 2;
   int64_t d = 0;
-  for (; d + kBlocks * kWordLanes <= tile.width; d += kBlocks * kWordLanes) weigh_columns(Count<kBlocks>{}, d);
-  for (; d < tile.width; d += kWordLanes) weigh_columns(Count<1>{}, d);
+  if (rows <= 2)
+    for (; d + kBlocks * kWordLanes <= tile.width; d += kBlocks * kWordLanes) weigh_columns(Count<2>{}, Count<kBlocks>{}, d);
+  for (; d + kBlocks / 2 * kWordLanes <= tile.width; d += kBlocks / 2 * kWordLanes) weigh_columns(Count<4>{}, Count<kBlocks / 2>{}, d);
+  for (; d < tile.width; d += kWordLanes) weigh_columns(Count<4>{}, Count<1>{}, d);
 }
 
 // The largest word of q: products with a whole row of int8 add up to less than 2^31.

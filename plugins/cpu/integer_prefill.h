@@ -18,8 +18,11 @@ WordTile widen(Keys<int8_t>& keys, int64_t first, int64_t last, int64_t width, c
   const int64_t columns = word_columns(width);
   int16_t *k = reinterpret_cast<int16_t*>(s.k), *v = reinterpret_cast<int16_t*>(s.v);
   repeat_first(keys, first);
-  repeat_last(keys, last, 0);
-  for (int64_t key = 0; key < kTileKeys; key += 2)
+  for (int64_t key = 0; key < kTileKeys; key += 2) {
+    for (int64_t i = key; i < key + 2; ++i) {
+      prefetch_ahead(keys.k + i, 0, width + int64_t{sizeof(float)});
+      prefetch_ahead(keys.v + i, 0, width + int64_t{sizeof(float)});
+    }
     for (int64_t d = 0; d < width; d += kWordLanes) {
       int8_t copies[4][kWordLanes] = {};
       store_words(k + key * columns + d, load_words(bytes_of(keys.k[key], d, width, copies[0])));
@@ -28,12 +31,13 @@ WordTile widen(Keys<int8_t>& keys, int64_t first, int64_t last, int64_t width, c
       store_words(v + key * columns + 2 * d, pairs.first);
       store_words(v + key * columns + 2 * d + kWordLanes, pairs.second);
     }
+  }
   return {k, v, columns, KeyUnits(keys.k, first, last, width), KeyUnits(keys.v, first, last, width)};
 }
 
 // Rows of q as pairs of columns: [head_dim / 2, lane_rows(rows)]. What lies beyond the last of them is multiplied too, and not used.
 int64_t lane_rows(int64_t rows) { return (rows + kLanes - 1) / kLanes * kLanes; }
-static_assert(2 * kFewRows >= kLanes, "more rows than kFewRows fit the memory of as many floats");
+static_assert(2 * kFewIntegerRows >= kLanes, "more rows than that fit the memory of as many floats");
 
 void pair_query(const float* q, int64_t width, int64_t row, int64_t rows, const Scratch& s) {
   int16_t* words = s.q_words + 2 * row;

@@ -94,7 +94,7 @@ struct TaskList {
 // How many KV heads a tile of `count` tokens takes. Rows of many tokens are enough for one tile; of a few, all heads together read
 // the pool in long stretches. But every thread should get some of the step's `chunks`.
 int64_t heads_of_tile(const PagedAttention& op, int64_t count, int64_t chunks, int64_t threads) {
-  if (count * op.group() > kFewRows) return 1;
+  if (count * op.group() > op.few_rows()) return 1;
   return std::clamp(op.num_kv_heads * chunks / (4 * threads), int64_t{1}, op.num_kv_heads);
 }
 
