@@ -121,6 +121,7 @@ float* attn_row(const PagedAttention& op, const QueryTile& tile, int64_t row) {
 
 void gather_queries(const PagedAttention& op, const QueryTile& tile, const Scratch& s) {
   const int64_t rows = tile.rows(op), width = op.head_dim;
+  if (op.kv_type == ElementType::kInt8) std::memset(s.q, 0, sizeof(float) * static_cast<size_t>(rows * width));
   for (int64_t m = 0; m < rows; ++m) {
     const float* row = attn_row(op, tile, m);
     if (op.kv_type != ElementType::kInt8) {

@@ -164,11 +164,10 @@ void weigh_tile(const int16_t* weights, const float* units, const float* keep, i
 // The largest word of q: products with a whole row of int8 add up to less than 2^31.
 int32_t most_of_query(int64_t width) { return static_cast<int32_t>(kMostWord * int64_t{512} / greater(width, 512)); }
 
-// A row of q, to its words and its unit.
+// A row of q, to its words, which are zeros, and its unit.
 void round_query(const float* q, int64_t width, int64_t row, const Scratch& s) {
   const int64_t columns = word_columns(width);
   int16_t* words = s.q_words + row * columns;
-  std::memset(words, 0, static_cast<size_t>(columns) * sizeof *words);
   s.q_units[row] = round_values(q, width, most_of_query(width), [&](int64_t d, const Ints& whole) { store_words(words + d, whole); });
 }
 

@@ -35,14 +35,14 @@ WordTile widen(Keys<int8_t>& keys, int64_t first, int64_t last, int64_t width, c
   return {k, v, columns, KeyUnits(keys.k, first, last, width), KeyUnits(keys.v, first, last, width)};
 }
 
-// Rows of q as pairs of columns: [head_dim / 2, lane_rows(rows)]. What lies beyond the last of them is multiplied too, and not used.
+// Rows of q as pairs of columns: [head_dim / 2, lane_rows(rows)], zeros but where `pair_query` puts integers. What lies beyond the last row is
+// multiplied too, and not used.
 int64_t lane_rows(int64_t rows) { return (rows + kLanes - 1) / kLanes * kLanes; }
 static_assert(2 * kFewIntegerRows >= kLanes, "more rows than that fit the memory of as many floats");
 
 void pair_query(const float* q, int64_t width, int64_t row, int64_t rows, const Scratch& s) {
   int16_t* words = s.q_words + 2 * row;
   const int64_t apart = 2 * lane_rows(rows);
-  for (int64_t d = 0; d < width; d += 2) words[d / 2 * apart] = words[d / 2 * apart + 1] = 0;
   s.q_units[row] = round_values(q, width, most_of_query(width), [&](int64_t d, const Ints& whole) {
     int16_t rounded[kLanes];
     store_words(rounded, whole);

@@ -106,7 +106,11 @@ void in_order(Floats&, Floats&) {}
 #else
 
 Ints add_products(Ints sum, Words a, Words b) {
-  for (int i = 0; i < kLanes; ++i) sum[i] += a[2 * i] * b[2 * i] + a[2 * i + 1] * b[2 * i + 1];
+  // In lanes that are not used sums may overflow; that must be as harmless as in registers.
+  for (int i = 0; i < kLanes; ++i) {
+    const uint32_t first = static_cast<uint32_t>(a[2 * i] * b[2 * i]), second = static_cast<uint32_t>(a[2 * i + 1] * b[2 * i + 1]);
+    sum[i] = static_cast<int32_t>(static_cast<uint32_t>(sum[i]) + first + second);
+  }
   return sum;
 }
 Pairs interleave(const int8_t* even, const int8_t* odd) {

@@ -46,7 +46,7 @@ int32_t hostile() {
 
 // A call that keeps the rules, if nothing is changed in it.
 struct Call {
-  int64_t kv_heads = pick(1, 3), heads = kv_heads * (chance(10) ? pick(30, 60) : pick(1, 5)), head_dim = 8 * pick(1, 6);
+  int64_t kv_heads = pick(1, 3), heads = kv_heads * (chance(10) ? pick(30, 60) : pick(1, 5)), head_dim = 8 * (heads < 30 && chance(10) ? pick(7, 80) : pick(1, 6));
   int64_t block_size = pick(1, 20), seqs = pick(0, 4);
   std::vector<int64_t> count, length;
   int64_t tokens = 0, blocks = 0, max_blocks = 0, longest = 0;
@@ -72,7 +72,6 @@ void paged_attention(int32_t kv_type, Kv nan, int64_t& refused) {
   Buffer<float> attn(tokens * call.heads * width);
   Buffer<int32_t> positions(tokens), tables(call.seqs * call.max_blocks), lens(call.seqs), start(call.seqs + 1);
   for (Buffer<float>* buffer : {&qkv, &q_norm, &k_norm, &rope}) fill(*buffer);
-  // Zeros and small integers, read as a float32, make a scale that is 0 or next to it.
   const int64_t row_elements = kv_type == QWENRT_INT8 ? width + 4 : width;
   Buffer<Kv> pool(blocks * 2 * call.kv_heads * call.block_size * row_elements);
   for (int64_t i = 0; i < pool.count; ++i) pool[i] = nan;
@@ -92,9 +91,12 @@ void paged_attention(int32_t kv_type, Kv nan, int64_t& refused) {
       const int64_t block = tables[s * call.max_blocks + i] = free_blocks.back();
       free_blocks.pop_back();
       for (int64_t head = 0; head < 2 * call.kv_heads; ++head)
-        for (int64_t slot = 0; slot < call.block_size && i * call.block_size + slot < length - count; ++slot)
-          for (int64_t d = 0; d < row_elements; ++d)
-            pool[((block * 2 * call.kv_heads + head) * call.block_size + slot) * row_elements + d] = static_cast<Kv>(pick(0, 2));
+        for (int64_t slot = 0; slot < call.block_size && i * call.block_size + slot < length - count; ++slot) {
+          Kv* row = &pool[((block * 2 * call.kv_heads + head) * call.block_size + slot) * row_elements];
+          for (int64_t d = 0; d < width; ++d) row[d] = static_cast<Kv>(kv_type == QWENRT_INT8 ? pick(-128, 127) : pick(0, 2));
+          const float scale = static_cast<float>(pick(0, 100)) / 5000;
+          if (kv_type == QWENRT_INT8) std::memcpy(row + width, &scale, sizeof scale);
+        }
     }
   }
 
