@@ -27,7 +27,7 @@ def test_json_goes_to_stdout_and_the_table_to_stderr(tiny_engine: Path, tmp_path
     result = json.loads(stdout)
     manifest = EngineDir.open(tiny_engine).manifest
     assert result["engine"]["parameters"] == manifest.model.num_parameters
-    assert result["options"] == {"threads": 1, "kv_memory": 8 << 20, "enable_prefix_caching": True}
+    assert result["options"] == {"threads": 1, "kv_memory": 8 << 20, "enable_prefix_caching": True, "max_loras": 4}
     assert len(result["load"]["load_s"]["runs"]) == 2
     places = ["prefill", "decode", "long-context", "batch", "batch", "shared-prefix", "mix", "mix", "mix"]
     assert [entry["workload"] for entry in result["workloads"]] == places
