@@ -13,11 +13,11 @@
 namespace qwenrt::QWENRT_ISA {
 namespace {
 
-// Calls for the bytes of a row, from `column` on, that comes after rows[0]: the last of them lies in a line of its own where a block ends. Out of
-// the second-level cache such short rows come in time by themselves.
-void prefetch_ahead(const int8_t* const* rows, int64_t column, int64_t bytes) {
+// Calls for `width` integers, from `column` on, of what comes after rows[0], and for as many bytes behind them as the float of a row has: where a
+// block ends, it lies in a line that nothing else calls for. Out of the second-level cache such short rows come in time by themselves.
+void prefetch_ahead(const int8_t* const* rows, int64_t column, int64_t width) {
   const int8_t* far = rows[kFarKeys] + column;
-  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(far + i, 0, 2);
+  for (int64_t i = 0; i < width + int64_t{sizeof(float)}; i += 64) __builtin_prefetch(far + i, 0, 2);
 }
 
 // What K or V of keys [first, last) are multiples of; 0 for the rest of the tile.
@@ -97,7 +97,7 @@ void score_micro_tile(const int16_t* q, const Tile& tile, int64_t key, int64_t c
 template <class Tile>
 void score_tile(const int16_t* q, int64_t rows, const Tile& tile, int64_t first, int64_t last, int64_t columns, float* scores) {
   for (int64_t key = first / kMicroKeys * kMicroKeys; key < last; key += kMicroKeys) {
-    for (int n = 0; n < kMicroKeys; ++n) prefetch_ahead(tile.keys.k + key + n, 0, tile.width + int64_t{sizeof(float)});
+    for (int n = 0; n < kMicroKeys; ++n) prefetch_ahead(tile.keys.k + key + n, 0, tile.width);
     in_blocks<kMicroRows>(0, rows, [&](auto count, int64_t m) {
       score_micro_tile<count.value>(q + m * columns, tile, key, columns, scores + m * kTileKeys + key);
     });
@@ -122,7 +122,7 @@ void weigh_micro_tile(const int16_t* weights, const float* units, const float* k
 #pragma GCC unroll 8
     for (int n = 0; n < 2 * Blocks; ++n) sums[m][n] = Ints{};
   for (int64_t pair = first / 2; 2 * pair < last; ++pair) {
-    for (int64_t key = 2 * pair; key < 2 * pair + 2; ++key) prefetch_ahead(tile.keys.v + key, column, Blocks * kWordLanes + int64_t{sizeof(float)});
+    for (int64_t key = 2 * pair; key < 2 * pair + 2; ++key) prefetch_ahead(tile.keys.v + key, column, Blocks * kWordLanes);
     Words factors[Rows];
 #pragma GCC unroll 8
     for (int m = 0; m < Rows; ++m) factors[m] = broadcast_pair(weights + m * kTileKeys + 2 * pair);

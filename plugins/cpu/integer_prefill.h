@@ -20,8 +20,8 @@ WordTile widen(Keys<int8_t>& keys, int64_t first, int64_t last, int64_t width, c
   repeat_first(keys, first);
   for (int64_t key = 0; key < kTileKeys; key += 2) {
     for (int64_t i = key; i < key + 2; ++i) {
-      prefetch_ahead(keys.k + i, 0, width + int64_t{sizeof(float)});
-      prefetch_ahead(keys.v + i, 0, width + int64_t{sizeof(float)});
+      prefetch_ahead(keys.k + i, 0, width);
+      prefetch_ahead(keys.v + i, 0, width);
     }
     for (int64_t d = 0; d < width; d += kWordLanes) {
       int8_t copies[4][kWordLanes] = {};
@@ -156,7 +156,7 @@ void weigh_lanes(const WordTile& tile, int64_t count, int64_t width, const LaneB
   });
 }
 
-// Adds keys [first, last) of the tile that starts at `start` to the rows of one KV head, which begin at `row`.
+// Adds keys [first, last) of the tile that starts at `start` to all rows of q, which are those of one KV head.
 void add_widened_tile(const PagedAttention& op, const QueryTile& query, int64_t start, Keys<int8_t>& keys, int64_t first, int64_t last,
                       const Scratch& s) {
   const int64_t width = op.head_dim, group = op.group(), rows = query.count * group, end = query.position + query.count;
