@@ -13,11 +13,12 @@ constexpr int kTileWidth = 4;
 constexpr int kTileRows = kLanes == 16 ? 6 : 3;
 // Four weight rows of this depth take half of a 32 KiB first-level cache, the x of one batch half of a 512 KiB second-level cache.
 constexpr int64_t kDepthStep = 1024;
-constexpr int64_t kBatchRows = 64;
+constexpr int64_t kBatchRows = 66;  // whole tiles
 
-// Adds the products of Width weight rows and Rows rows of x over `depth` columns, a multiple of kLanes, to `sums`.
+// Adds the products of Width weight rows and Rows rows of x over `depth` columns, a multiple of kLanes, to `sums`. Meanwhile memory is
+// called for the same columns of `num_ahead` weight rows from `ahead` on.
 template <int Width, int Rows, class Weight>
-void multiply_tile(const Weight* weight, const float* x, int64_t stride, int64_t depth, bool first,
+void multiply_tile(const Weight* weight, const float* x, int64_t stride, int64_t depth, bool first, const Weight* ahead, int num_ahead,
                    Floats (*sums)[kTileWidth]) {
   Floats local[Rows][Width];
   // By force: GCC 12 does not unroll so much by itself, and keeps the sums in memory then.
@@ -26,6 +27,7 @@ void multiply_tile(const Weight* weight, const float* x, int64_t stride, int64_t
 #pragma GCC unroll 4
     for (int n = 0; n < Width; ++n) local[m][n] = first ? zero() : sums[m][n];
   for (int64_t k = 0; k < depth; k += kLanes) {
+    for (int n = 0; n < num_ahead; ++n) __builtin_prefetch(ahead + n * stride + k, 0, 2);
     Floats xs[Rows];
 #pragma GCC unroll 8
     for (int m = 0; m < Rows; ++m) xs[m] = load(x + m * stride + k);
@@ -43,17 +45,24 @@ void multiply_tile(const Weight* weight, const float* x, int64_t stride, int64_t
 }
 
 // y for `rows` rows of x, at most kBatchRows, and the Width weight rows from `column` on. Sums go through memory between depth
-// steps, in full vectors, so that the order of additions is the same however the depth is cut.
+// steps, in full vectors, so that the order of additions is the same however the depth is cut. The first tiles share out
+// the next Width weight rows among them and call for these, so that memory is at work while products are computed.
 template <int Width, class Weight>
 void multiply_columns(const Linear& op, const Weight* weight, int64_t row, int64_t rows, int64_t column) {
   Floats sums[kBatchRows][kTileWidth];
   const int64_t whole = op.depth / kLanes * kLanes;
   const Weight* w = weight + column * op.depth;
   const float* x = op.x + row * op.depth;
+  const int64_t tiles = (rows + kTileRows - 1) / kTileRows;
+  const int share = static_cast<int>((Width + tiles - 1) / tiles);
   for (int64_t k = 0; k < whole || k == 0; k += kDepthStep) {
     const int64_t depth = std::min(kDepthStep, whole - k);
+    int called = 0;
     in_blocks<kTileRows>(0, rows, [&](auto block, int64_t m) {
-      multiply_tile<Width, block.value>(w + k, x + m * op.depth + k, op.depth, depth, k == 0, sums + m);
+      const int num_ahead = std::min(share, Width - called);
+      const Weight* ahead = w + (Width + called) * op.depth + k;
+      multiply_tile<Width, block.value>(w + k, x + m * op.depth + k, op.depth, depth, k == 0, ahead, num_ahead, sums + m);
+      called += num_ahead;
     });
   }
   for (int64_t m = 0; m < rows; ++m)
