@@ -63,6 +63,15 @@ Floats as_floats(const int32_t* sums) {
 }
 Floats as_floats(const float* sums) { return load(sums); }
 
+// A panel's channels in kPanelWidth / kLanes vectors.
+void as_floats(const Products& sums, Floats* out) {
+  typedef Ints Whole[kPanelWidth / kLanes];
+  Whole whole;
+  static_assert(sizeof whole == sizeof sums);
+  __builtin_memcpy(whole, &sums, sizeof whole);
+  for (int i = 0; i < kPanelWidth / kLanes; ++i) out[i] = __builtin_convertvector(whole[i], Floats);
+}
+
 // What a panel's group, the g-th, has beside its integers.
 struct GroupScales {
   const float *scale, *offset;
@@ -73,9 +82,11 @@ struct GroupScales {
 
   // Adds the products of a group to those of the groups before it, of a panel's channels: in this order on every path, so that a row's
   // bits do not depend on it.
-  void add(Floats* totals, const int32_t* sums, int32_t sum_of_x) const {
+  void add(Floats* totals, const Products& sums, int32_t sum_of_x) const {
+    Floats products[kPanelWidth / kLanes];
+    as_floats(sums, products);
     for (int i = 0; i < kPanelWidth / kLanes; ++i) {
-      totals[i] = multiply_add(as_floats(sums + i * kLanes), load(scale + i * kLanes), totals[i]);
+      totals[i] = multiply_add(products[i], load(scale + i * kLanes), totals[i]);
       if (offset != nullptr) totals[i] = multiply_add(broadcast(static_cast<float>(sum_of_x)), load(offset + i * kLanes), totals[i]);
     }
   }
@@ -114,14 +125,13 @@ class Outputs {
   // The sum of the values of row m that meet group g.
   int32_t sum_of_x(int m, int64_t g) const { return x_.group_sums[(row_ + m) * x_.num_groups + g]; }
 
+  // Rows and panels that only fill the block may have any sums, and unrolled loops leave the others' in registers.
   void add_group(int64_t g, const Products (&sums)[Rows][Panels]) {
-    int32_t whole[kPanelWidth];
-    for (int n = 0; n < panels_; ++n) {
-      const GroupScales scales(op_.weight, panel_ + n, g);
-      for (int m = 0; m < rows_; ++m) {
-        store_products(whole, sums[m][n]);
-        scales.add(totals_[m][n].part, whole, sum_of_x(m, g));
-      }
+#pragma GCC unroll 4
+    for (int n = 0; n < Panels; ++n) {
+      const GroupScales scales(op_.weight, panel_ + (n < panels_ ? n : 0), g);
+#pragma GCC unroll 16
+      for (int m = 0; m < Rows; ++m) scales.add(totals_[m][n].part, sums[m][n], sum_of_x(m, g));
     }
   }
 
@@ -229,8 +239,11 @@ void multiply_block(const RoundedRows& x, int64_t row, int64_t depth, int64_t co
       steps.advance();
       values.advance(kStepParts * kPartBytes);
     }
-    each([&](int m, int n) { sums[m][n] = local[m][n]; });
-    if constexpr (Scaled) y.add_group(g, sums);
+    if constexpr (Scaled) {
+      y.add_group(g, local);
+    } else {
+      each([&](int m, int n) { sums[m][n] = local[m][n]; });
+    }
   }
   y.write(sums);
 }

@@ -129,7 +129,7 @@ void multiply_tiles(const TileTask& task, const GetUnits& units) {
       for (int64_t m = 0; m < rows_of_tile(task.op, row); ++m, sum_of_x += task.x.num_groups) {
         float* total = totals[tile] + m * kPanelWidth;
         Floats next = load(total);
-        scales.add(&next, sums[tile] + m * kPanelWidth, *sum_of_x);
+        scales.add(&next, _mm512_load_si512(sums[tile] + m * kPanelWidth), *sum_of_x);
         store(total, next);
       }
     });
