@@ -76,6 +76,14 @@ int qwenrt_sample_rows(const QwenrtSampleRows* op, int threads, char* error, siz
   return guarded(run, error, error_size);
 }
 
+int qwenrt_describe_rows(const QwenrtDescribeRows* op, int threads, char* error, size_t error_size) {
+  const auto run = [&] {
+    check_size("rows", op->rows);
+    qwenrt::run_describe_rows(*op, qwenrt::thread_pool(threads));
+  };
+  return guarded(run, error, error_size);
+}
+
 int qwenrt_mixture_of_experts(const QwenrtMixtureOfExperts* op, int threads, char* error, size_t error_size) {
   const auto run = [&] {
     check_size("tokens", op->tokens);

@@ -104,6 +104,16 @@ struct QwenrtSampleRows {
   int64_t vocab;
 };
 
+/* What the log-probabilities of each row of logits are made of: log-probability = logit - log_sum, in nats. */
+struct QwenrtDescribeRows {
+  const float* logits; /* [rows, vocab] */
+  double* log_sums;    /* out: [rows], log of the sum of e^logit; NaN where a logit is NaN or the largest is not finite */
+  int32_t* top;        /* out: [rows, count], ids of the largest logits, the largest first, of equal ones the first; -1 where log_sums is NaN */
+  int64_t rows;
+  int64_t vocab;
+  int64_t count; /* at most vocab */
+};
+
 #if defined(__GNUC__)
 #define QWENRT_API __attribute__((visibility("default")))
 #else
@@ -116,6 +126,7 @@ QWENRT_API int qwenrt_paged_attention(const struct QwenrtPagedAttention* op, int
 QWENRT_API int qwenrt_linear(const struct QwenrtLinear* op, int threads, char* error, size_t error_size);
 QWENRT_API int qwenrt_mixture_of_experts(const struct QwenrtMixtureOfExperts* op, int threads, char* error, size_t error_size);
 QWENRT_API int qwenrt_sample_rows(const struct QwenrtSampleRows* op, int threads, char* error, size_t error_size);
+QWENRT_API int qwenrt_describe_rows(const struct QwenrtDescribeRows* op, int threads, char* error, size_t error_size);
 QWENRT_API int qwenrt_embedding(const struct QwenrtEmbedding* op, char* error, size_t error_size);
 
 /* The instruction set in use: "portable", "avx2", "avx512" or "amx"; the best that the machine has unless set. Setting one that it

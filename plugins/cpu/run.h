@@ -37,6 +37,7 @@ void run_lora(const Lora& op, const Parallel& parallel);
 void run_mixture_of_experts(const MixtureOfExperts& op, const Parallel& parallel);
 void run_embedding(const Embedding& op);
 void run_sample_rows(const SampleRows& op, const Parallel& parallel);
+void run_describe_rows(const DescribeRows& op, const Parallel& parallel);
 void run_swiglu(const SwiGlu& op, const Parallel& parallel);
 
 }  // namespace qwenrt

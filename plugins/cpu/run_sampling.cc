@@ -170,18 +170,29 @@ Candidates select(const float* logits, int64_t vocab, float peak, const Sampling
   return chosen;
 }
 
-int32_t sample_row(const float* logits, int64_t vocab, const SamplingRule& rule, double uniform, const Isa& kernels, const Scratch& scratch) {
+// The largest logit, and the first block that has it; its value is not finite where a logit is NaN.
+struct Peak {
+  float value;
+  int64_t block;
+};
+
+// The same blocks' peaks are left in `scratch`.
+Peak find_peak(const float* logits, int64_t vocab, const Isa& kernels, const Scratch& scratch) {
   const int64_t size = peak_block(vocab), blocks = blocks_of(vocab, size);
   kernels.block_peaks(logits, vocab, size, scratch.peaks);
-  float peak = scratch.peaks[0];
-  int64_t highest = 0;
+  Peak peak{scratch.peaks[0], 0};
   for (int64_t b = 0; b < blocks; ++b) {
-    if (std::isnan(scratch.peaks[b])) return -1;
-    if (scratch.peaks[b] > peak) peak = scratch.peaks[b], highest = b;
+    if (std::isnan(scratch.peaks[b])) return {scratch.peaks[b], b};
+    if (scratch.peaks[b] > peak.value) peak = {scratch.peaks[b], b};
   }
-  if (std::isinf(peak)) return -1;
+  return peak;
+}
+
+int32_t sample_row(const float* logits, int64_t vocab, const SamplingRule& rule, double uniform, const Isa& kernels, const Scratch& scratch) {
+  const auto [peak, highest] = find_peak(logits, vocab, kernels, scratch);
+  if (!std::isfinite(peak)) return -1;
   if (rule.inverse_temperature == 0) {
-    const float* first = logits + highest * size;
+    const float* first = logits + highest * peak_block(vocab);
     while (*first != peak) ++first;
     return static_cast<int32_t>(first - logits);
   }
@@ -201,28 +212,62 @@ int32_t sample_row(const float* logits, int64_t vocab, const SamplingRule& rule,
   return chosen.ids[draw(chosen.values, chosen.count, uniform, scratch.sums)];
 }
 
-}  // namespace
+// The log of the sum of e^logit, and the ids of the `count` largest logits, the largest first, of equal ones the first; NaN and no ids where a
+// logit is NaN or the largest is not finite.
+double describe_row(const float* logits, int64_t vocab, int64_t count, int32_t* top, const Isa& kernels, const Scratch& scratch) {
+  const float peak = find_peak(logits, vocab, kernels, scratch).value;
+  if (!std::isfinite(peak)) {
+    std::fill(top, top + count, -1);
+    return std::numeric_limits<double>::quiet_NaN();
+  }
+  if (count > 0) {
+    const SamplingRule largest{1, -std::numeric_limits<float>::infinity(), 1, count};
+    const Candidates chosen = select(logits, vocab, peak, largest, scratch);
+    std::partial_sort_copy(chosen.ids, chosen.ids + chosen.count, top, top + count, [&](int32_t a, int32_t b) {
+      return logits[a] > logits[b] || (logits[a] == logits[b] && a < b);
+    });
+  }
+  kernels.sampling_weights(logits, vocab, peak, 1, scratch.values);
+  return peak + std::log(sum_of(scratch.values, vocab));
+}
 
-void run_sample_rows(const SampleRows& op, const Parallel& parallel) {
-  if (op.vocab < 1 || op.vocab > std::numeric_limits<int32_t>::max())
-    throw InvalidArgument("vocab is " + std::to_string(op.vocab) + ", must be 1 to 2147483647");
-  const Isa& kernels = isa();
-  const int64_t blocks = blocks_of(op.vocab, peak_block(op.vocab)), sums_of_blocks = blocks_of(op.vocab, kSumBlock);
-  const int64_t doubles = sums_of_blocks + kBuckets, words = 3 * op.vocab + blocks;
+// Calls work(row, scratch) for all rows.
+template <class Work>
+void for_rows(int64_t rows, int64_t vocab, const Parallel& parallel, const Work& work) {
+  if (vocab < 1 || vocab > std::numeric_limits<int32_t>::max())
+    throw InvalidArgument("vocab is " + std::to_string(vocab) + ", must be 1 to 2147483647");
+  const int64_t blocks = blocks_of(vocab, peak_block(vocab)), sums_of_blocks = blocks_of(vocab, kSumBlock);
+  const int64_t doubles = sums_of_blocks + kBuckets, words = 3 * vocab + blocks;
   const auto bytes = static_cast<int64_t>(doubles * sizeof(double) + kBuckets * sizeof(int64_t) + words * sizeof(float));
   const auto row = [&](int64_t i, int8_t* memory) {
     auto* const sums = reinterpret_cast<double*>(memory);
     auto* const counts = reinterpret_cast<int64_t*>(sums + doubles);
     auto* const values = reinterpret_cast<float*>(counts + kBuckets);
-    const Scratch scratch{values, values + op.vocab, reinterpret_cast<int32_t*>(values + 2 * op.vocab), values + 3 * op.vocab,
-                          sums, sums + sums_of_blocks, counts};
-    op.tokens[i] = sample_row(op.logits + i * op.vocab, op.vocab, op.rules[i], op.uniforms[i], kernels, scratch);
+    work(i, Scratch{values, values + vocab, reinterpret_cast<int32_t*>(values + 2 * vocab), values + 3 * vocab, sums, sums + sums_of_blocks, counts});
   };
-  const bool serial = op.rows * op.vocab <= kSerialLogits;
-  const Parallel alone{[](int64_t tasks, const std::function<void(int64_t)>& work) {
-                         for (int64_t task = 0; task < tasks; ++task) work(task);
+  const bool serial = rows * vocab <= kSerialLogits;
+  const Parallel alone{[](int64_t tasks, const std::function<void(int64_t)>& task) {
+                         for (int64_t i = 0; i < tasks; ++i) task(i);
                        }, 1};
-  run_with_scratch<int8_t>(serial ? alone : parallel, op.rows, bytes, row);
+  run_with_scratch<int8_t>(serial ? alone : parallel, rows, bytes, row);
+}
+
+}  // namespace
+
+void run_sample_rows(const SampleRows& op, const Parallel& parallel) {
+  const Isa& kernels = isa();
+  for_rows(op.rows, op.vocab, parallel, [&](int64_t i, const Scratch& scratch) {
+    op.tokens[i] = sample_row(op.logits + i * op.vocab, op.vocab, op.rules[i], op.uniforms[i], kernels, scratch);
+  });
+}
+
+void run_describe_rows(const DescribeRows& op, const Parallel& parallel) {
+  if (op.count < 0 || op.count > op.vocab)
+    throw InvalidArgument("count is " + std::to_string(op.count) + ", must be 0 to " + std::to_string(op.vocab));
+  const Isa& kernels = isa();
+  for_rows(op.rows, op.vocab, parallel, [&](int64_t i, const Scratch& scratch) {
+    op.log_sums[i] = describe_row(op.logits + i * op.vocab, op.vocab, op.count, op.top + i * op.count, kernels, scratch);
+  });
 }
 
 }  // namespace qwenrt

@@ -1,4 +1,4 @@
-// Rows of logits to tokens.
+// Rows of logits to tokens, and what log-probabilities are made of.
 #pragma once
 
 #include <cstdint>
@@ -9,6 +9,7 @@ namespace qwenrt {
 
 using SamplingRule = QwenrtSamplingRule;
 using SampleRows = QwenrtSampleRows;
+using DescribeRows = QwenrtDescribeRows;
 
 // Logits whose peak is taken together are a multiple of this: whole vectors.
 constexpr int64_t kPeakUnit = 16;

@@ -341,6 +341,19 @@ void sample_rows() {
     if (right && tokens[i] >= 0) right = std::isfinite(logits[i * vocab + tokens[i]]);
     if (!right) fail("a token that cannot be drawn", std::to_string(tokens[i]).c_str());
   }
+  const int64_t count = pick(0, vocab + 1);
+  Buffer<double> log_sums(rows);
+  Buffer<int32_t> top(rows * count);
+  const QwenrtDescribeRows described{logits.data.get(), log_sums.data.get(), top.data.get(), rows, vocab, count};
+  const bool refused = qwenrt_describe_rows(&described, static_cast<int>(pick(1, 4)), error, sizeof error) != 0;
+  if (refused != (count > vocab)) fail("log-probabilities were refused or not", error);
+  for (int64_t i = 0; !refused && i < rows; ++i) {
+    if (std::isnan(log_sums[i]) != (tokens[i] < 0)) fail("a row has a token or log-probabilities, not both", std::to_string(i).c_str());
+    for (int64_t j = 0; j < count; ++j) {
+      const int32_t id = top[i * count + j];
+      if (std::isnan(log_sums[i]) ? id != -1 : id < 0 || id >= vocab) fail("a token that is not there", std::to_string(id).c_str());
+    }
+  }
 }
 
 }  // namespace

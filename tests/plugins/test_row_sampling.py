@@ -10,8 +10,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from qwenrt.plugins import reference
 from qwenrt.plugins.reference import sample_row
-from qwenrt.plugins.row_sampling import GREEDY, sample_rows, sampling_rule
+from qwenrt.plugins.row_sampling import GREEDY, describe_row, sample_rows, sampling_rule
 from tests.logits import LOGIT_KINDS, logits_of
 
 from .ops import isas, using_isa
@@ -118,8 +119,39 @@ def test_python_allocates_nothing_of_the_size_of_the_vocabulary() -> None:
     logits = np.random.default_rng(1).normal(0, 1, (4, 150_000)).astype(np.float32)
     rules = [rule(**fields) for fields in RULES[:4]]
     sample_rows(logits, rules, [0.5] * 4)
+    describe_row(logits[0], 20)
     tracemalloc.start()
     sample_rows(logits, rules, [0.5] * 4)
+    describe_row(logits[0], 20)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 10_000
+
+
+@pytest.mark.parametrize("isa", isas())
+@pytest.mark.parametrize("kind", LOGIT_KINDS)
+def test_log_probabilities_and_the_largest_logits_are_those_of_the_reference(isa: str, kind: str) -> None:
+    rng = np.random.default_rng(len(kind))
+    for size in [*SIZES, 151_936]:
+        logits = logits_of(kind, size, rng)
+        for count in (0, 1, 5, 20, size):
+            with using_isa(isa):
+                log_sum, top = describe_row(logits, count)
+            want_sum, want_top = reference.describe_row(logits, count)
+            assert log_sum == pytest.approx(want_sum, abs=1e-6)
+            assert top == want_top
+
+
+def test_there_are_no_more_largest_logits_than_tokens() -> None:
+    assert describe_row(np.array([1, 3, 2], np.float32), 20)[1] == [1, 2, 0]
+
+
+@pytest.mark.parametrize("size", [5, 1000])
+@pytest.mark.parametrize("wrong", [math.nan, math.inf])
+def test_a_row_without_a_finite_peak_has_no_log_probabilities(size: int, wrong: float) -> None:
+    logits = np.zeros(size, np.float32)
+    logits[size - 2] = wrong
+    for row in (logits, np.full(size, -np.inf, np.float32)):
+        log_sum, top = describe_row(row, 3)
+        assert math.isnan(log_sum)
+        assert top == []

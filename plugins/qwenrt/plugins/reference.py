@@ -327,3 +327,11 @@ def sample_row(
         weights[order[np.searchsorted(sums, top_p * sums[-1]) + 1 :]] = 0
     sums = np.cumsum(weights, dtype=np.float64)
     return int(min(np.searchsorted(sums, uniform * sums[-1], side="right"), weights.nonzero()[0][-1]))
+
+
+def describe_row(logits: Array, count: int) -> tuple[float, list[int]]:
+    """As `row_sampling.describe_row` has it, in float64."""
+    if not np.isfinite(peak := logits.max()):
+        return np.nan, []
+    log_sum = float(peak) + float(np.log(np.exp(logits.astype(np.float64) - peak).sum()))
+    return log_sum, np.argsort(-logits, kind="stable")[:count].tolist()

@@ -1,4 +1,4 @@
-"""One token for each row of logits, by the compiled library."""
+"""One token for each row of logits, and what log-probabilities are made of, by the compiled library."""
 
 from __future__ import annotations
 
@@ -34,11 +34,32 @@ class _SampleRows(ctypes.Structure):
     )
 
 
+class _DescribeRows(ctypes.Structure):
+    """QwenrtDescribeRows of plugins/cpu/c_api.h."""
+
+    _fields_ = (
+        ("logits", ctypes.c_void_p),
+        ("log_sums", ctypes.c_void_p),
+        ("top", ctypes.c_void_p),
+        ("rows", ctypes.c_int64),
+        ("vocab", ctypes.c_int64),
+        ("count", ctypes.c_int64),
+    )
+
+
 @functools.cache
-def _kernel() -> Any:
-    kernel = ctypes.CDLL(str(cpu_library())).qwenrt_sample_rows
-    kernel.argtypes = [ctypes.POINTER(_SampleRows), ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t]
+def _kernel(name: str, op: type[ctypes.Structure]) -> Any:
+    kernel = getattr(ctypes.CDLL(str(cpu_library())), name)
+    kernel.argtypes = [ctypes.POINTER(op), ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t]
     return kernel
+
+
+def _run(name: str, op: ctypes.Structure, threads: int) -> None:
+    kernel = _kernel(name, type(op))
+    if kernel(op, threads, None, 0):
+        error = ctypes.create_string_buffer(200)
+        kernel(op, threads, error, len(error))
+        raise ConfigError(error.value.decode())
 
 
 GREEDY = _RULE.pack(0.0, -math.inf, 1.0, 0)
@@ -69,10 +90,21 @@ def sample_rows(
     assert len(packed) == rows * _RULE.size
     assert len(numbers) == rows
     address = logits.__array_interface__["data"][0]
-    op = ctypes.byref(_SampleRows(address, packed, numbers.buffer_info()[0], tokens.buffer_info()[0], rows, vocab))
-    kernel = _kernel()
-    if kernel(op, threads, None, 0):
-        error = ctypes.create_string_buffer(200)
-        kernel(op, threads, error, len(error))
-        raise ConfigError(error.value.decode())
+    op = _SampleRows(address, packed, numbers.buffer_info()[0], tokens.buffer_info()[0], rows, vocab)
+    _run("qwenrt_sample_rows", op, threads)
     return tokens.tolist()
+
+
+def describe_row(logits: npt.NDArray[np.float32], count: int) -> tuple[float, list[int]]:
+    """The log of the sum of e^logit (nats) of a row `logits` [V], contiguous, and the ids of its `count` largest logits.
+
+    A token's log-probability is its logit minus the former. Ids come from the largest down, of equal logits the lowest first; all
+    V of them if `count` is more. (nan, []) where a logit is NaN or the largest is not finite.
+    """
+    count = min(count, len(logits))
+    log_sum, top = array("d", bytes(8)), array("i", bytes(4 * count))
+    assert logits.flags.c_contiguous
+    address = logits.__array_interface__["data"][0]
+    op = _DescribeRows(address, log_sum.buffer_info()[0], top.buffer_info()[0], 1, len(logits), count)
+    _run("qwenrt_describe_rows", op, 1)
+    return log_sum[0], [] if math.isnan(log_sum[0]) else top.tolist()

@@ -1,4 +1,4 @@
-"""Work on one row of logits: penalties, the most likely tokens."""
+"""Work on one row of logits: penalties."""
 
 from __future__ import annotations
 
@@ -8,10 +8,6 @@ import numpy as np
 import numpy.typing as npt
 
 Floats = npt.NDArray[np.float32]
-Indices = npt.NDArray[np.int64]
-
-_GROUPS = 1024
-"""Into so many interleaved groups the vocabulary is split to bound its k-th largest element from below."""
 
 
 class Penalties:
@@ -50,28 +46,3 @@ class Penalties:
         values -= self._frequency * counts
         values -= self._presence * (counts > 0)
         logits[ids] = values
-
-
-def largest(values: Floats, k: int) -> Indices:
-    """Ascending indices of the `k` largest of `values`, of equal ones the first; all if there are no more than `k`. No NaN."""
-    n = len(values)
-    if k >= n:
-        return np.arange(n)
-    if k < _GROUPS and n > 4 * _GROUPS:
-        # Each of k groups has an element no smaller than the k-th largest group maximum, so that bounds the k-th largest element.
-        tops = values[: n - n % _GROUPS].reshape(-1, _GROUPS).max(axis=0)
-        candidates = (values >= np.partition(tops, _GROUPS - k)[_GROUPS - k]).nonzero()[0]
-        chosen: Indices = candidates[_largest(values[candidates], k)]
-        return chosen
-    return _largest(values, k)
-
-
-def _largest(values: Floats, k: int) -> Indices:
-    kth = np.partition(values, len(values) - k)[len(values) - k]
-    kept = values >= kth
-    level = (values == kth).nonzero()[0]
-    ties = k - int(np.count_nonzero(values > kth))
-    if len(level) > ties:
-        kept[level[ties:]] = False
-    indices: Indices = kept.nonzero()[0]
-    return indices

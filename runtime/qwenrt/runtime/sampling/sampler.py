@@ -11,12 +11,12 @@ from typing import NamedTuple
 import numpy as np
 
 from qwenrt.plugins import RequestError
-from qwenrt.plugins.row_sampling import GREEDY, sample_rows, sampling_rule
+from qwenrt.plugins.row_sampling import GREEDY, describe_row, sample_rows, sampling_rule
 
 from ..outputs import TokenLogprobs
 from .constraint import Constraint
 from .params import SamplingParams
-from .processors import Floats, Penalties, largest
+from .processors import Floats, Penalties
 
 LOWEST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON cannot say."""
@@ -102,7 +102,9 @@ class SequenceSampler:
             return
         with np.errstate(over="ignore"):
             if self.params.logprobs is not None:
-                self._logprobs = _RawLogprobs(logits, self.params.logprobs)
+                # Of what comes below, only min_tokens leaves the logits of tokens that can be taken as they were.
+                changes = len(self._bias_ids) > 0 or self._penalties is not None or self._constraint is not None
+                self._logprobs = _RawLogprobs(logits.copy() if changes else logits, self.params.logprobs)
             if self.num_generated < self.params.min_tokens:
                 logits[self._held_back] = -np.inf
             if len(self._bias_ids):
@@ -155,19 +157,14 @@ def _no_token(peak: np.float32) -> RequestError:
 
 
 class _RawLogprobs:
-    """Log-probabilities of a row of logits [vocab] as the model gave it, and the `count` highest."""
+    """Log-probabilities of a row of logits [vocab] as the model gave it, and the `count` highest; `logits` stay the caller's."""
 
     def __init__(self, logits: Floats, count: int) -> None:
-        peak = logits.max()
-        if not math.isfinite(peak):
-            raise _no_token(peak)
-        self._logits = logits.copy()
-        weights = logits - peak
-        np.exp(weights, out=weights)
-        self._log_sum = float(peak) + math.log(float(weights.sum(dtype=np.float64)))
-        top = largest(logits, count) if count else np.arange(0)
-        order = top[np.argsort(-logits[top], kind="stable")]
-        self.top = {int(token_id): self.of(int(token_id)) for token_id in order}
+        self._log_sum, top = describe_row(logits, count)
+        if math.isnan(self._log_sum):
+            raise _no_token(logits.max())
+        self._logits = logits
+        self.top = {token_id: self.of(token_id) for token_id in top}
 
     def of(self, token_id: int) -> float:
         """Log-probability of a token, nats."""
